@@ -142,23 +142,26 @@ def test_the_gemm_gathers_few_rows_of_x_where_this_is_faster(change: dict[str, i
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [3, 20])
 @pytest.mark.parametrize("split_k", [1, 2])
-def test_the_next_kernel_starts_late_if_an_sm_has_room_for_two_ctas_and_gets_one(
+def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
     backend: str, m: int, split_k: int
 ) -> None:
     problem, family = Problem(m, 632, 256, 128, repacked=True), select.FAMILIES["gemm_sm90"]
-    enough = replace(facts(90, backend), sm_count=10 * split_k)
-    configs = [c for c in family.configs(problem, enough) if (c.weight_tiles, c.split_k) == (2, split_k)]
-    config = next(c for c in configs if c.resident(problem, enough) > 1)
+    device, ctas = facts(90, backend), 10 * split_k
+    configs = [c for c in family.configs(problem, device) if (c.weight_tiles, c.split_k) == (2, split_k)]
+    config = next(c for c in configs if c.resident(problem, device) > 1)
+    full = replace(device, sm_count=2 * ctas // config.resident(problem, device))
+    roomy = replace(full, sm_count=full.sm_count + 1)
+    single = replace(device, shared_bytes_per_sm=config.shared_bytes(problem) + 1024)
 
     def starts_late(here: Device) -> object:
         return dict(family.plan(config, problem, here).kernel.defines)["START_NEXT_LATE"]
 
-    assert starts_late(enough) == 1
-    assert starts_late(replace(enough, sm_count=10 * split_k - 1)) == 0
-    assert starts_late(replace(enough, shared_bytes_per_sm=config.shared_bytes(problem) + 1024)) == 0
+    assert (starts_late(roomy), starts_late(full)) == (1, 0)
+    assert starts_late(replace(single, sm_count=2 * ctas)) == 0
+    assert starts_late(replace(single, sm_count=2 * ctas + 1)) == (config.name == "gemm_sm90")
     in_a_decode_step = replace(problem, fusion=Fusion("add_to_stream"))
-    assert not config.starts_next_late(in_a_decode_step, enough), "another kernel follows"
-    for here in (enough, replace(enough, sm_count=10 * split_k - 1)):
+    assert not config.starts_next_late(in_a_decode_step, roomy), "another kernel follows"
+    for here in (roomy, full):
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 

@@ -16,6 +16,8 @@ WGMMA, MMA, MMA_INVARIANT = "gemm_sm90", "gemm_sm90_mma", "gemm_sm90_mma_invaria
 """The names of the family's kernels: wgmma, mma.sync, and mma.sync with the arithmetic of wgmma."""
 REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
 """The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
+SCHEDULERS = 4
+"""The number of warp schedulers per SM, each with the same share of the registers."""
 RESERVED_BYTES = 1024
 """The shared memory that the CUDA driver reserves per CTA, in bytes."""
 
@@ -162,29 +164,42 @@ class GemmSm90Config:
         return self.block_m * (self.m64_tiles + 1) // 2 + 62
 
     def resident(self, problem: Problem, device: Device) -> int:
-        """Return the largest number of resident CTAs per SM."""
+        """Return the largest number of resident CTAs per SM.
+
+        Without setmaxnreg, wgmma kernels use 18 registers per thread fewer than `registers`, but at least 72.
+        """
         threads = self.threads(problem)
         fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
-        registers = self.ctas_per_sm if self.consumer_registers else available_ctas(threads, self.registers)
+        if self.consumer_registers:
+            registers = self.ctas_per_sm
+        elif self.name == WGMMA:
+            warp_registers = 32 * ceil_div(max(72, self.registers - 18), 8) * 8
+            registers = REGISTERS_PER_SM // SCHEDULERS // warp_registers * SCHEDULERS // ceil_div(threads, 32)
+        else:
+            registers = available_ctas(threads, self.registers)
         return max(1, min(fitting, THREADS_PER_SM // threads, registers))
 
     def starts_next_late(self, problem: Problem, device: Device) -> bool:
         """Return whether the next kernel may start only when the preceding one has ended.
 
-        That is faster if an SM has room for several CTAs and gets at most one: on an H100, 47 such configurations of
-        the mma kernel take 0.886 of the time (geometric mean). With more CTAs it is slower by 1%. A GEMM with a
-        `Fusion` is followed by a different kernel, which gains more from an early start: with an output projection that
-        starts it late, a layer of Qwen3-8B takes 0.9 us more, one of Llama-3.2-1B 1.1 us.
+        This holds where CTAs of three kernels could otherwise be resident at once, so that two CTAs of one kernel may
+        share an SM while other SMs have none. On an H100 such configurations take, with a late start, 0.82 (wgmma) and
+        0.88 (mma) of the time, or 0.99 (wgmma) if an SM has room for one CTA; all others 1.01 (geometric means of
+        7,831 configurations with M <= 64). A GEMM with a `Fusion` is followed by a different kernel, which gains more
+        from an early start: with an output projection that starts it late, a layer of Qwen3-8B takes 0.9 us more, one
+        of Llama-3.2-1B 1.1 us.
         """
-        if problem.fusion:
+        resident = self.resident(problem, device)
+        if problem.fusion or (resident == 1 and self.name != WGMMA):
             return False
-        return math.prod(self.grid(problem)) <= device.sm_count and self.resident(problem, device) > 1
+        return 2 * math.prod(self.grid(problem)) < resident * device.sm_count
 
 
 def available_ctas(threads: int, registers: int) -> int:
     """Return how many CTAs an SM has registers for, with ``threads`` threads per CTA and ``registers`` per thread.
 
-    An SM allocates registers for a multiple of four warps, one per scheduler, and of 8 registers per thread.
+    Registers are counted for a multiple of four warps, one per scheduler, and of 8 registers per thread. That is a
+    lower bound: warps of several CTAs may fill the schedulers evenly.
 
     >>> available_ctas(288, 72), available_ctas(544, 72)
     (2, 1)

@@ -9,8 +9,8 @@ the configuration that the models rank first is fast: those of mma to 38454 time
 ``room_us``, ``reduction_us``, ``cluster_us`` and ``turn_cycles`` of wgmma to 422 problems with M >= 9; its others to
 264 problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma).
 ``odd_cluster_us``, ``imbalance``, ``late_stream_factor`` and ``first_stage_ns`` are set by the choice in 424 further
-problems with M <= 128. In 80 others, the first choice is slower than the fastest configuration that was measured by 3%
-for M <= 16 and 2% for M <= 128; with larger M, in 228 problems, by 1% (geometric mean).
+problems with M <= 128. In 1519 others, whose configurations were timed in turns, the first choice is slower than the
+fastest of about 35 measured configurations by 3% (M <= 128); with larger M, in 568 problems, by 1% (geometric mean).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
+from cupy_awq.kernels.gemm_sm90_config import SCHEDULERS, GemmSm90Config
 from cupy_awq.kernels.hopper import p_norm, power_limited_us, resident_clusters
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K
@@ -27,8 +27,6 @@ from cupy_awq.runtime.device import Device
 
 CLOCK_MHZ = 1750
 """The SM clock in MHz that converts cycles to time."""
-SCHEDULERS = 4
-"""The number of warp schedulers per SM."""
 MIN_TENSOR_CYCLES = 13
 """The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 
@@ -40,7 +38,7 @@ class MmaCosts:
     Attributes:
         launch_us: fixed time of a launch, counted from the end of the preceding kernel.
         nonresident_us: delay if none of the next kernel's CTAs can become resident during the launch.
-        room_us: time saved per CTA of `Occupancy.room`.
+        room_us: time saved with `Occupancy.has_room`.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
         cluster_us: additional time of the reduction per CTA of a cluster beyond two.
@@ -187,7 +185,7 @@ class Occupancy:
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
             between.
-        room: how many more CTAs an SM has room for, at most 2, if the next kernel starts late; otherwise 0.
+        has_room: whether an SM has room for several CTAs and the next kernel starts late.
     """
 
     resident: int
@@ -196,7 +194,7 @@ class Occupancy:
     concurrent: int
     used: float
     nonresident: float
-    room: int
+    has_room: bool
 
     @classmethod
     def of(cls, config: GemmSm90Config, problem: Problem, device: Device) -> Occupancy:
@@ -206,8 +204,8 @@ class Occupancy:
         busiest = ceil_div(ctas, sms)
         used = ctas / (resident * sms)
         nonresident = 1 - min(1.0, max(0.0, 2 / used - 2))
-        room = min(resident, 3) - 1 if config.starts_next_late(problem, device) else 0
-        return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident, room)
+        has_room = resident > 1 and config.starts_next_late(problem, device)
+        return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident, has_room)
 
 
 class TimeParts(NamedTuple):
@@ -252,11 +250,11 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     overlapping_us = p_norm(overlapping.values(), costs.norm)
     shared = costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
     split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
-    if config.split_k in (3, 5) and at.room:
+    if config.split_k in (3, 5) and at.has_room:
         split += costs.odd_cluster_us
     is_uneven = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
     fixed = {
-        "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared - costs.room_us * at.room,
+        "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared - costs.room_us * at.has_room,
         "waves": costs.wave_us * max(0.0, at.used - 1),
         "imbalance": costs.imbalance * overlapping_us if is_uneven else 0.0,
         "split-K": split,
@@ -322,7 +320,7 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         sent = accumulators * (config.split_k - 1) / config.split_k
         split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent
     fixed = {
-        "launch": costs.launch_us + late - costs.room_us * at.room + first_stage_us,
+        "launch": costs.launch_us + late - costs.room_us * at.has_room + first_stage_us,
         "waves": costs.wave_us * (at.waves - 1),
         "split-K": split,
         "consumers": costs.consumer_ns * config.consumers * accumulators,
