@@ -207,7 +207,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     ptx::fence_mbarrier_init();
   }
   cluster_sync<kSplitK>();
-  ptx::griddepcontrol_launch_dependents();
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
@@ -242,6 +241,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       const int prefetched = min(end, begin + kCodeStages);
       for (int index = begin; index < prefetched; ++index) copy_codes(index);
       ptx::griddepcontrol_wait();
+      // An earlier start would let CTAs of three kernels meet, and two CTAs of one kernel share an SM.
+      ptx::griddepcontrol_launch_dependents();
       KChunk k_chunk = first_chunk;
       for (int index = begin; index < end; ++index) {
         if (index == begin || k_chunk.needs_box()) copy_x(k_chunk);
