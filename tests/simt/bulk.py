@@ -103,10 +103,7 @@ class BulkCopies:
         signals = list(machine.mbarriers.each(barrier, lanes, at))
         for position, here in signals:
             machine.mbarriers.find(position, here, at)
-        published = {}
-        if machine.races:
-            threads = np.arange(machine.threads)[lanes]
-            published = {warp: machine.races.release(threads[threads >> 5 == warp]) for warp in np.unique(threads >> 5)}
+        published = machine.races.release_warps(np.arange(machine.threads)[lanes]) if machine.races else {}
         for position, here in signals:
             for warp, count in zip(*np.unique(here >> 5, return_counts=True), strict=True):
                 machine.mbarriers.complete(position, size * int(count), published.get(warp))

@@ -104,8 +104,7 @@ class Mbarriers:
             barrier.pending -= arrivals
             barrier.count -= arrivals if drop else 0
             if machine.races and arrivals > 0:
-                for warp in np.unique(here >> 5):
-                    published = machine.races.release(here[here >> 5 == warp])
+                for published in machine.races.release_warps(here).values():
                     barrier.clock = np.maximum(barrier.clock, published)
             self._advance(barrier)
         return state

@@ -254,6 +254,11 @@ class Races:
         self._advance(warp)
         return published
 
+    def release_warps(self, lanes: Array) -> dict[int, Array]:
+        """Return the vector clock that the threads ``lanes`` release, by warp."""
+        warps = lanes >> 5
+        return {int(warp): self.release(lanes[warps == warp]) for warp in np.unique(warps)}
+
     def acquire(self, warps: Array, published: Array) -> None:
         """Merge released vector clocks, [3, columns] or [3, warps, columns], into those of warps."""
         if published.ndim == 2:
