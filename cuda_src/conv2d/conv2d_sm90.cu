@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       const int prefetched = min(end, begin + kCodeStages);
       for (int index = begin; index < prefetched; ++index) copy_codes(index);
       ptx::griddepcontrol_wait();
-      // An earlier start would let CTAs of three kernels meet, and two CTAs of one kernel share an SM.
+      // With an earlier start, CTAs of three kernels could be resident at once, and two of one kernel share an SM.
       ptx::griddepcontrol_launch_dependents();
       KChunk k_chunk = first_chunk;
       for (int index = begin; index < end; ++index) {

@@ -30,9 +30,9 @@ constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
 // the weights of all stages suits a CTA that starts long before the preceding kernel ends; a CTA that starts later
 // needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
-// Whether the next kernel may start only after griddepcontrol.wait, when the preceding kernel has ended. With an earlier
-// start, CTAs of three kernels may be resident at once: two CTAs of one kernel may then share an SM, which takes them up
-// to twice as long, while other SMs have none.
+// Whether the dependent kernel may start only after griddepcontrol.wait, when the preceding kernel has finished. With an
+// earlier start, CTAs of three kernels may be resident at once: two CTAs of one kernel may then share an SM, which takes
+// them up to twice as long, while other SMs have none.
 constexpr bool kStartsNextLate = START_NEXT_LATE;
 // The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads
 // of x queue behind the copies in flight.

@@ -185,7 +185,7 @@ class Occupancy:
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
             between.
-        has_room: whether an SM has room for several CTAs and the next kernel starts late.
+        has_room: whether several CTAs per SM can be resident and the next kernel starts late.
     """
 
     resident: int
