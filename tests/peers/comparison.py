@@ -47,7 +47,7 @@ class Comparison:
 
     Attributes:
         gpu: the name of the GPU.
-        command: the arguments of the run.
+        command: the command of the run, or several, one per line.
         read_gbs: the measured read bandwidth, GB/s.
         fp16_tflops: the measured rate of fp16 cuBLAS, TFLOP/s.
         seed: the seed of the random problems; None for given shapes.

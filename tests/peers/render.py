@@ -149,7 +149,7 @@ def untuned_section() -> list[str]:
         shapes = ", ".join(f"{k}x{n}" for k, n in dict.fromkeys((k, n) for k, n, _ in run.ratios))
         drawn = shapes if run.seed is None else f"seed {run.seed}"
         figures = f"{run.read_gbs:.0f} GB/s read, {run.fp16_tflops:.0f} TFLOP/s fp16"
-        parts.append(f"### {run.gpu}, {drawn}: {figures}\n\n    {run.command}\n")
+        parts.append(f"### {run.gpu}, {drawn}: {figures}\n\n{textwrap.indent(run.command, '    ')}\n")
         tables = (run.summary(), run.choice_summary(), run.worst())
         parts += [markdown(header, rows) + "\n" for header, rows in zip(UNTUNED_HEADERS, tables, strict=True) if rows]
     return parts
