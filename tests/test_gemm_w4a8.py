@@ -69,6 +69,20 @@ def test_int8(backend: str, kind: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
+def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(backend: str) -> None:
+    problem, config, weight_block = problem_of(CASES[1], "rows")
+    device = facts(90, backend)
+    resident, ctas = config.resident(problem, device), 4 * 2
+    assert resident > 1
+    full = replace(device, sm_count=2 * ctas // resident)
+    roomy = replace(full, sm_count=full.sm_count + 1)
+    for here, late in ((full, 0), (roomy, 1)):
+        plan = gemm_w4a8_sm90.plan(config, problem, here)
+        assert (plan.grid[0], dict(plan.kernel.defines)["START_NEXT_LATE"]) == (ctas, late)
+        check_product(backend, problem, gemm_w4a8_sm90, config, here, weight_block, seed=late)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("case", CASES + OFFSET_CASES, ids=str)
 def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:

@@ -233,10 +233,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const Producer producer{tile, weight, offsets, &x_map, &sums_map, n, k};
   if (warp == kProducerWarp && lane == 0) producer.begin();
   cluster_sync_after_init<kClusterSize>();
-  ptx::griddepcontrol_launch_dependents();
+  if constexpr (!kStartsNextLate) ptx::griddepcontrol_launch_dependents();
   if (warp == kProducerWarp) {
     if (lane == 0) {
       ptx::griddepcontrol_wait();
+      if constexpr (kStartsNextLate) ptx::griddepcontrol_launch_dependents();
       producer.run();
       if constexpr (kHasOffsetTiles) producer.copy_offsets();
     }

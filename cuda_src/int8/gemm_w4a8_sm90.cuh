@@ -20,6 +20,8 @@ constexpr int kSplitK = SPLIT_K;  // number of CTAs per tile; each computes the 
 constexpr int kShareX = SHARE_X;  // number of CTAs with adjacent columns that share the copies of A by multicast
 constexpr int kClusterSize = kSplitK * kShareX;
 constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether tiles of offsets apply the zero points
+// Whether the dependent kernel may start only when the preceding kernel has finished; see gemm_sm90_tile.cuh.
+constexpr bool kStartsNextLate = START_NEXT_LATE;
 
 constexpr int kBlockK = 128;
 constexpr int kColumnTiles = kWarpgroups * kM64Tiles;  // number of weight tiles along n per CTA tile

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cupy_awq.kernels.hopper import could_hold_three_launches
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout
 from cupy_awq.runtime.device import Device
@@ -194,7 +195,7 @@ class GemmSm90Config:
         resident = self.resident(problem, device)
         if resident == 1 and self.name != WGMMA:
             return False
-        return 2 * math.prod(self.grid(problem)) < resident * device.sm_count
+        return could_hold_three_launches(math.prod(self.grid(problem)), resident, device)
 
 
 def available_ctas(threads: int, registers: int) -> int:

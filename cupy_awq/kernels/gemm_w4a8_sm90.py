@@ -13,8 +13,8 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages
-from cupy_awq.kernels.hopper import is_excessive, p_norm, resident_clusters, tile_heights
+from cupy_awq.kernels.gemm_sm90_config import RESERVED_BYTES, THREADS_PER_SM, available_ctas, most_stages
+from cupy_awq.kernels.hopper import could_hold_three_launches, is_excessive, p_norm, resident_clusters, tile_heights
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.kernels.quantize_fp8 import half_sum_stride
@@ -160,9 +160,9 @@ class GemmW4A8Config:
         return self.block_m * (self.m64_tiles + 1) // 2 + (28 if self.offset_tiles else 32)
 
     @property
-    def fits_registers(self) -> bool:
-        """Whether an SM has enough registers."""
-        return available_ctas(self.all_warpgroups * 128 + 64, self.registers) >= self.ctas_per_sm
+    def register_ctas(self) -> int:
+        """The number of CTAs for which an SM has registers."""
+        return available_ctas(self.all_warpgroups * 128 + 64, self.registers)
 
     def threads(self, problem: Int8Problem) -> int:
         """Return the number of threads per CTA: consumers, producer, and the warp that copies values per row of x."""
@@ -182,6 +182,19 @@ class GemmW4A8Config:
         if self.split_k > 1:
             received = 16 + (self.split_k - 1) * ceil_div(self.block_m, self.split_k) * row_bytes
         return max(self.stages * stage, self.consumers * self.block_m * row_bytes) + self.stages * 16 + received
+
+    def resident(self, problem: Int8Problem, device: Device) -> int:
+        """Return the largest number of resident CTAs per SM."""
+        fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
+        return max(1, min(fitting, THREADS_PER_SM // self.threads(problem), self.register_ctas))
+
+    def starts_next_late(self, problem: Int8Problem, device: Device) -> bool:
+        """Return whether the next kernel may start only when the preceding one has finished.
+
+        This holds where CTAs of three kernels could otherwise be resident at once, as in `GemmSm90Config`.
+        """
+        ctas = math.prod(self.tiles(problem)) * self.split_k
+        return could_hold_three_launches(ctas, self.resident(problem, device), device)
 
     def tiles(self, problem: Int8Problem) -> tuple[int, int]:
         """Return the numbers of CTA tiles along m and along n; CTAs that share x have a tile each, even if past N."""
@@ -253,7 +266,7 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
         return replace(config, stages=count * config.consumers).shared_bytes(problem) + SPARE_BYTES
 
     for ctas_per_sm in (2, 1):
-        if not replace(config, ctas_per_sm=ctas_per_sm).fits_registers:
+        if config.register_ctas < ctas_per_sm:
             continue
         most = most_stages(counts, ctas_per_sm, device, shared_bytes)
         if most is not None:
@@ -315,6 +328,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         ("SHARE_X", config.share_x),
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("OFFSET_TILES", int(config.offset_tiles)),
+        ("START_NEXT_LATE", int(config.starts_next_late(problem, device))),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
     x_map = TensorMap(

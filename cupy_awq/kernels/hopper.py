@@ -98,6 +98,11 @@ def resident_clusters(device: Device, size: int) -> int:
     return max(1, int(CLUSTER_SMS[size] * device.sm_count) // size)
 
 
+def could_hold_three_launches(ctas: int, resident: int, device: Device) -> bool:
+    """Return whether CTAs of three launches of ``ctas`` CTAs could be resident at once, ``resident`` CTAs per SM."""
+    return 2 * ctas < resident * device.sm_count
+
+
 def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
     """Return whether clusters of more than two CTAs are pointless: the launch would have more CTAs than SMs."""
     return split_k > 2 and tiles * split_k > device.sm_count
