@@ -332,7 +332,7 @@ def test_fp8_selection_and_the_reasons_of_its_refusals() -> None:
     assert fp8_refusal(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
     few, many = (fp8_problem(m, 4096, 4096, 128, "float16") for m in (1, 4096))
     assert select.choose(few, h100).name == "gemm_int8_sm80"
-    assert select.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
+    assert select.choose(many, h100).config == GemmInt8Sm90Config(1, 132)
     assert select.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
     assert GEMM_INT8_SM80.refusal(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
     with pytest.raises(ValueError, match="gemm_int8_simt multiplies int8, not e4m3"):

@@ -351,16 +351,17 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
+def test_gemv_is_chosen_for_few_rows_and_legal_for_up_to_eight(arch: int) -> None:
     """Both sides of the limit, the rows that a CTA holds, and split-K where few columns would leave SMs idle."""
     gpu = device.nominal(arch)
-    problem = Int8Problem(8, 4096, 4096, 32, 4, False, True, "float16")
-    assert select.choose(problem, gpu).config == GemvInt8Config(8, 1)
+    problem = Int8Problem(4, 4096, 4096, 32, 4, False, True, "float16")
+    assert select.choose(problem, gpu).config == GemvInt8Config(4, 1)
     more = select.choose(replace(problem, m=9), gpu)
     assert more.family is (MMA[arch] if arch >= 75 else gemm_int8_simt)
     assert select.choose(replace(problem, aligned=False), gpu).family is gemm_int8_simt
     assert select.choose(replace(problem, block_size=36), gpu).family is gemm_int8_simt
-    rows = [select.choose(replace(problem, m=m), gpu).config.rows for m in range(1, 9)]  # type: ignore[attr-defined]
+    assert [gemv_int8.refusal(replace(problem, m=m), gpu) is None for m in (8, 9)] == [True, False]
+    rows = [gemv_int8.configs(replace(problem, m=m), gpu)[0].rows for m in range(1, 9)]
     assert rows == [2, 2, 4, 4, 8, 8, 8, 8]
     few_columns = select.choose(replace(problem, n=64, k=28672), gpu)
     assert few_columns.family is gemv_int8

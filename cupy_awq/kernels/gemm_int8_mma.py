@@ -43,6 +43,8 @@ class GemmInt8MmaCosts:
     """The launch overhead for larger M, in microseconds."""
     operations_per_us: float = 305e6
     """The throughput of the GPU with 128 x 128 tiles, in operations per microsecond; a multiply-add is two."""
+    min_rows: int = 64
+    """The number of rows below which the time of larger M does not fall, as dequantization bounds it."""
     copy_direct_factor: float = 2.0
     """The factor on the time of gemm_int8_sm75, which copies through registers; an assumption, not a measurement."""
 
@@ -96,7 +98,8 @@ class GemmInt8Mma:
             time_us = COSTS.few_rows_launch_us + weight_bytes / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
         else:
             tiles, block_m = min(_weight_reads(warp_m * warps, problem) for warp_m, warps, _ in self._tiles(problem))
-            time_us = COSTS.launch_us + 2 * tiles * block_m * problem.n * problem.k / COSTS.operations_per_us
+            rows = max(tiles * block_m, COSTS.min_rows)
+            time_us = COSTS.launch_us + 2 * rows * problem.n * problem.k / COSTS.operations_per_us
         if self is GEMM_INT8_SM75:
             time_us *= COSTS.copy_direct_factor
         return time_us + ROWS_TO_BLOCKS_US if problem.row_scales else time_us

@@ -51,8 +51,8 @@ class GemmW4A8Costs:
     """Constants of the cost model. Cycles are per k tile and weight tile (128 x 64 weights).
 
     Those without tiles of offsets are fitted to 1402 measured times of 195 random problems on an H100 (9 to 1500 rows,
-    group size 128), those with them to 468 times of 78 random problems (17 to 1200 rows). The RMS error is 7%; the
-    configuration that is ranked first is slower than the fastest measured one by 2% (geometric mean).
+    group size 128), with an RMS error of 7%. Those with them are fitted together with the constants of
+    `gemm_int8_sm90` for e4m3, see there.
 
     Attributes:
         clock_mhz: SM clock in MHz that converts cycles to time.
@@ -98,20 +98,21 @@ class GemmW4A8Costs:
 
 COSTS = GemmW4A8Costs()
 OFFSET_TILE_COSTS = GemmW4A8Costs(
-    launch_us=2.085,
-    wave_us=5.12,
-    reduction_us=0.18,
-    exchange_ns=0.128,
-    consumer_ns=0.0591,
-    tensor_factor=0.941,
-    dequantize_cycles=73.8,
-    product_cycles=0.4833,
-    iteration_cycles=165.0,
-    consumer_cycles=184.0,
-    row_cycles=2.39,
-    l2_bytes_per_us=1.615e7,
-    stream_factor=1.092,
-    norm=3.553,
+    clock_mhz=1511.0,
+    launch_us=1.758,
+    wave_us=5.899,
+    reduction_us=0.05639,
+    exchange_ns=0.254,
+    consumer_ns=0.02211,
+    tensor_factor=0.5998,
+    dequantize_cycles=119.0,
+    product_cycles=0.3892,
+    iteration_cycles=252.1,
+    consumer_cycles=173.2,
+    row_cycles=2.498,
+    l2_bytes_per_us=9.624e6,
+    stream_factor=1.104,
+    norm=6.842,
 )
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the constants of the cost models of gemm_sm90 and gemm_sm90_large to times that sweep.py measured; needs no GPU.
+"""Fit the constants of the cost models of Hopper's kernels to times that sweep.py measured; needs no GPU.
 
-    python -m tests.peers.fit sweep.jsonl --model wgmma
-    python -m tests.peers.fit sweep.jsonl other.jsonl --model mma --steps 30
-    python -m tests.peers.fit sweep.jsonl --model all --steps 80
+    python -m tests.peers.fit sweep.jsonl --models wgmma
+    python -m tests.peers.fit sweep.jsonl other.jsonl --models mma --steps 30
+    python -m tests.peers.fit sweep.jsonl --models mma wgmma large --choices --steps 80
+    python -m tests.peers.fit fp8.jsonl --models w4a8-offsets fp8 --choices --steps 120 --rows 33-4096
 
 Prints the constants in the order of the dataclass that holds them, and for each range of M the ratio of the first
 choice of all kernels to the fastest configuration, before and after. The fit minimizes squared errors by
@@ -11,10 +12,10 @@ Levenberg-Marquardt, in the logarithms of the constants. An error is log(estimat
 problem: the choice depends on the ratios of times within a problem, while the clock changes from problem to problem. A
 configuration x% slower than the fastest one of its problem has the weight exp(-x / 12) + 0.01.
 
-With ``--model all``, the constants of wgmma and of gemm_sm90_large, and those of mma for more than 8 rows, start
-halfway between the present ones and such a fit. Then Adam minimizes the expected logarithm of the time of the first
-choice over the fastest time, plus the mean square above. The probability of a choice is a softmax of -log(estimate) at
-the temperature TEMPERATURE.
+With ``--choices``, the constants, of mma only those for more than 8 rows, start halfway between the present ones and
+such a fit. Then Adam minimizes the expected logarithm of the time of the first choice over the fastest time, plus
+ERRORS times the mean square above, plus ABSOLUTE times that of log(estimate / time) of each model. The probability of a
+choice is a softmax of -log(estimate) at the temperature TEMPERATURE.
 """
 
 from __future__ import annotations
@@ -22,32 +23,53 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 
-from cupy_awq.kernels import gemm_sm90, gemm_sm90_costs, gemm_sm90_large
+from cupy_awq.kernels import gemm_int8_sm90, gemm_sm90, gemm_sm90_costs, gemm_sm90_large, gemm_w4a8_sm90
 from cupy_awq.kernels.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
+from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime.device import nominal
 from tests.peers.random_problems import BANDS, geometric_mean
 
-MODELS: dict[str, tuple[ModuleType, str, ModuleType, str | None]] = {
-    "mma": (gemm_sm90_costs, "MMA_COSTS", gemm_sm90, MMA),
-    "wgmma": (gemm_sm90_costs, "WGMMA_COSTS", gemm_sm90, WGMMA),
-    "large": (gemm_sm90_large, "COSTS", gemm_sm90_large, None),
+
+class Model(NamedTuple):
+    """A cost model: its constants, the kernel family whose times it estimates, and those of them that it serves."""
+
+    module: ModuleType
+    constants: str
+    family: ModuleType
+    config: type
+    serves: Callable[[Any, Any], bool]
+
+
+MODELS = {
+    "mma": Model(gemm_sm90_costs, "MMA_COSTS", gemm_sm90, GemmSm90Config, lambda c, p: c.name == MMA),
+    "wgmma": Model(gemm_sm90_costs, "WGMMA_COSTS", gemm_sm90, GemmSm90Config, lambda c, p: c.name == WGMMA),
+    "large": Model(gemm_sm90_large, "COSTS", gemm_sm90_large, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
+    "w4a8": Model(
+        gemm_w4a8_sm90, "COSTS", gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, lambda c, p: not c.offset_tiles
+    ),
+    "w4a8-offsets": Model(
+        gemm_w4a8_sm90, "OFFSET_TILE_COSTS", gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, lambda c, p: c.offset_tiles
+    ),
+    "int8": Model(gemm_int8_sm90, "COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
+    "fp8": Model(gemm_int8_sm90, "FP8_COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }
-"""By model: the module and the name of its constants, the kernel family, and the kernel (None: the only one)."""
 PRIOR = 0.03
 """The weight of the distance to the present constants, which keeps those that the times do not determine."""
-TEMPERATURE = 0.03
+TEMPERATURE = 0.02
 """The error of log(estimate) that the expected time of a first choice assumes."""
+ERRORS, ABSOLUTE = 0.2, 0.2
+"""The weights of the mean square errors in the loss that ``--choices`` minimizes."""
 RATE = 0.02
 """The learning rate of Adam at the start; it falls to 30% of this value."""
 
@@ -61,26 +83,25 @@ class Times:
         weights: the weight of each time.
     """
 
-    def __init__(self, paths: list[str]) -> None:
-        records = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
-        known = {f.name for f in fields(Problem)} - {"limits"}
-        numbers: dict[Problem, int] = {}
-        self.rows: list[tuple[Any, Problem]] = []
-        self.parts: dict[str, slice] = {}
-        times: list[float] = []
-        ids: list[int] = []
-        for model, (_, _, family, kernel) in MODELS.items():
-            kind = GemmSm90Config if kernel else gemm_sm90_large.GemmSm90LargeConfig
-            begin = len(times)
-            for record in records:
-                if record["family"] != family.NAME or record["config"].get("name") != kernel:
+    def __init__(self, paths: list[str], low: int, high: int) -> None:
+        numbers: dict[Any, int] = {}
+        found: dict[str, list[tuple[Any, Any, float, int]]] = {model: [] for model in MODELS}
+        for record in (json.loads(line) for path in paths for line in Path(path).read_text().splitlines()):
+            problem = read_problem(record["problem"])
+            if not low <= problem.m <= high:
+                continue
+            for name, model in MODELS.items():
+                if record["family"] != model.family.NAME:
                     continue
-                problem = Problem(**{name: value for name, value in record["problem"].items() if name in known})
-                self.rows.append((kind(**record["config"]), problem))
-                times.append(record["us"])
-                ids.append(numbers.setdefault(problem, len(numbers)))
-            self.parts[model] = slice(begin, len(times))
-        self.us, self.ids = np.array(times), np.array(ids)
+                config = model.config(**record["config"])
+                if model.serves(config, problem):
+                    number = numbers.setdefault((problem, record["op"]), len(numbers))
+                    found[name].append((config, problem, record["us"], number))
+        every = [row for rows in found.values() for row in rows]
+        ends = np.cumsum([len(rows) for rows in found.values()]).tolist()
+        self.parts = {name: slice(end - len(rows), end) for (name, rows), end in zip(found.items(), ends, strict=True)}
+        self.rows = [(config, problem) for config, problem, _, _ in every]
+        self.us, self.ids = np.array([row[2] for row in every]), np.array([row[3] for row in every])
         best = np.full(len(numbers), np.inf)
         np.minimum.at(best, self.ids, self.us)
         self.best = best[self.ids]
@@ -88,7 +109,7 @@ class Times:
 
     def estimates(self, model: str) -> np.ndarray:
         """Return the modelled times of one model's kernel."""
-        device, family = nominal(90), MODELS[model][2]
+        device, family = nominal(90), MODELS[model].family
         return np.array([family.estimate_us(*row, device) for row in self.rows[self.parts[model]]])
 
     def all_estimates(self) -> np.ndarray:
@@ -101,14 +122,17 @@ class Times:
         means = np.bincount(self.ids, self.weights * logarithms) / np.bincount(self.ids, self.weights)
         return np.sqrt(self.weights) * (logarithms - means[self.ids])
 
-    def loss(self, estimates: np.ndarray) -> float:
-        """Return the expected log(time of the first choice / fastest time) of a problem plus the mean square error."""
+    def loss(self, estimates: np.ndarray, models: Sequence[str]) -> float:
+        """Return the expected log(time of the first choice / fastest time) of a problem plus the weighted errors."""
         logarithms = np.log(estimates)
         least = np.full(self.ids.max() + 1, np.inf)
         np.minimum.at(least, self.ids, logarithms)
         chances = np.exp((least[self.ids] - logarithms) / TEMPERATURE)
         lost = np.bincount(self.ids, chances * np.log(self.us / self.best)) / np.bincount(self.ids, chances)
-        return float(lost.mean() + (self.errors(estimates) ** 2).sum() / self.weights.sum())
+        squares, absolute = self.errors(estimates) ** 2, 0.0
+        for part in (self.parts[model] for model in models):
+            absolute += np.average(np.log(estimates[part] / self.us[part]) ** 2, weights=self.weights[part])
+        return float(lost.mean() + ERRORS * squares.sum() / self.weights.sum() + ABSOLUTE * absolute)
 
     def first_choices(self, estimates: np.ndarray) -> Iterator[tuple[int, float]]:
         """Yield, for each problem, M and the time of the first choice over that of the fastest configuration."""
@@ -117,84 +141,114 @@ class Times:
             yield self.rows[mine[0]][1].m, self.us[mine[np.argmin(estimates[mine])]] / self.us[mine].min()
 
 
+def read_problem(record: dict[str, Any]) -> Any:
+    """Return the problem of a record of sweep.py."""
+    kind = Problem if "group_size" in record else Int8Problem
+    known = {f.name for f in fields(kind)} - {"limits"}
+    return kind(**{name: value for name, value in record.items() if name in known})
+
+
 def flat(costs: Any) -> np.ndarray:
     """Return the logarithms of all constants."""
-    values = [getattr(costs, f.name) for f in fields(costs)]
-    return np.log([float(x) for v in values for x in (v.values() if isinstance(v, dict) else [v])])
+    return np.log([float(x) for f in fields(costs) for x in _parts(getattr(costs, f.name)).values()])
 
 
 def unflat(costs: Any, logarithms: np.ndarray) -> Any:
     """Return the constants with these logarithms."""
     values = iter(np.exp(logarithms).tolist())
-    changed = {}
+    changed: dict[str, Any] = {}
     for f in fields(costs):
         old = getattr(costs, f.name)
-        changed[f.name] = {key: next(values) for key in old} if isinstance(old, dict) else next(values)
+        new = {key: next(values) for key in _parts(old)}
+        changed[f.name] = new if isinstance(old, dict) else tuple(new.values()) if isinstance(old, tuple) else new[None]
     return replace(costs, **changed)
+
+
+def _parts(value: Any) -> dict[Any, float]:
+    """Return the constants of one field by key, by index, or by None if there is only one."""
+    return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {None: value}
+
+
+def present(model: str) -> Any:
+    """Return the present constants of a model."""
+    return getattr(MODELS[model].module, MODELS[model].constants)
+
+
+def with_constants(model: str, costs: Any) -> Any:
+    """Return a context in which a model has these constants."""
+    return mock.patch.object(MODELS[model].module, MODELS[model].constants, costs)
 
 
 def fit(times: Times, model: str, steps: int) -> Any:
     """Return the fitted constants of a model."""
-    module, name, *_ = MODELS[model]
-    costs, estimates = getattr(module, name), times.all_estimates()
+    costs, estimates = present(model), times.all_estimates()
     begin = flat(costs)
+    free = np.isfinite(begin)
 
-    def residuals(at: np.ndarray) -> np.ndarray:
-        with mock.patch.object(module, name, unflat(costs, at)):
+    def residuals(change: np.ndarray) -> np.ndarray:
+        at = begin.copy()
+        at[free] += change
+        with with_constants(model, unflat(costs, at)):
             estimates[times.parts[model]] = times.estimates(model)
-        return np.concatenate([times.errors(estimates), PRIOR * (at - begin)])
+        return np.concatenate([times.errors(estimates), PRIOR * change])
 
-    at, damping = begin, 1e-2
-    now = residuals(at)
+    change, damping = np.zeros(free.sum()), 1e-2
+    now = residuals(change)
     for step in range(steps):
-        jacobian = np.stack([(residuals(at + 1e-4 * unit) - now) / 1e-4 for unit in np.eye(len(at))], axis=1)
+        jacobian = np.stack([(residuals(change + 1e-4 * unit) - now) / 1e-4 for unit in np.eye(len(change))], axis=1)
         normal, gradient = jacobian.T @ jacobian, jacobian.T @ now
         while damping < 1e6:
-            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -gradient)
-            found = residuals(at + np.clip(change, -1, 1))
+            move = np.clip(np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -gradient), -1, 1)
+            found = residuals(change + move)
             if found @ found < now @ now:
                 break
             damping *= 4
         else:
             break
         gain = 1 - (found @ found) / (now @ now)
-        at, now, damping = at + np.clip(change, -1, 1), found, max(damping / 3, 1e-6)
+        change, now, damping = change + move, found, max(damping / 3, 1e-6)
         print(f"step {step + 1}: sum of squares {now @ now:.3f}", flush=True)
         if gain < 1e-5:
             break
+    at = begin.copy()
+    at[free] += change
     return unflat(costs, at)
 
 
 def is_free(model: str, costs: Any) -> np.ndarray:
     """Return which constants `fit_choices` changes: of mma, which alone serves M <= 8, those for 16 rows."""
-    values = [getattr(costs, f.name) for f in fields(costs)]
-    keys = [key for v in values for key in (v if isinstance(v, dict) else [None])]
-    return np.array([model != "mma" or key == 16 for key in keys])
+    keys = [key for f in fields(costs) for key in _parts(getattr(costs, f.name))]
+    return np.isfinite(flat(costs)) & np.array([model != "mma" or key == 16 for key in keys])
 
 
-def fit_choices(times: Times, steps: int) -> dict[str, Any]:
-    """Return the constants of all models, fitted for the time of the first choice."""
-    costs = {model: getattr(*MODELS[model][:2]) for model in MODELS}
+def fit_choices(times: Times, models: Sequence[str], steps: int) -> dict[str, Any]:
+    """Return the constants of some models, fitted for the time of the first choice."""
+    costs = {model: present(model) for model in models}
     at = {}
-    for model in MODELS:
-        begin = flat(costs[model])
-        at[model] = np.where(is_free(model, costs[model]), (begin + flat(fit(times, model, 8))) / 2, begin)
+    for model in models:
+        begin, fitted = flat(costs[model]), flat(fit(times, model, 8))
+        at[model] = np.where(is_free(model, costs[model]), (begin + fitted) / 2, begin)
+    estimates = times.all_estimates()
 
-    def estimates(model: str, values: np.ndarray) -> np.ndarray:
-        with mock.patch.object(*MODELS[model][:2], unflat(costs[model], values)):
-            return times.estimates(model)
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        some = estimates.copy()
+        for model, values in changed.items():
+            with with_constants(model, unflat(costs[model], values)):
+                some[times.parts[model]] = times.estimates(model)
+        return times.loss(some, models)
 
     means = {model: (np.zeros(len(v)), np.zeros(len(v))) for model, v in at.items()}
     for step in range(steps):
-        now = {model: estimates(model, values) for model, values in at.items()}
-        loss = times.loss(np.concatenate(list(now.values())))
-        print(f"step {step}: loss {loss:.5f}", flush=True)
+        for model, values in at.items():
+            with with_constants(model, unflat(costs[model], values)):
+                estimates[times.parts[model]] = times.estimates(model)
+        now = loss({})
+        print(f"step {step}: loss {now:.5f}", flush=True)
         changes = {}
         for model, values in at.items():
             gradient = np.zeros(len(values))
             for i in np.flatnonzero(is_free(model, costs[model])):
-                other = {**now, model: estimates(model, values + 1e-3 * np.eye(len(values))[i])}
-                gradient[i] = (times.loss(np.concatenate(list(other.values()))) - loss) / 1e-3
+                gradient[i] = (loss({model: values + 1e-3 * (np.arange(len(values)) == i)}) - now) / 1e-3
             first, second = (0.9 * means[model][0] + 0.1 * gradient, 0.98 * means[model][1] + 0.02 * gradient**2)
             means[model] = first, second
             size = np.sqrt(second / (1 - 0.98 ** (step + 1))) + 1e-6
@@ -220,28 +274,26 @@ def main() -> None:
     """Fit and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="JSON lines of sweep.py")
-    parser.add_argument("--model", choices=[*MODELS, "all"], required=True)
+    parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
+    parser.add_argument("--choices", action="store_true", help="fit for the time of the first choice")
     parser.add_argument("--steps", type=int, default=20, help="largest number of steps (default: %(default)s)")
+    parser.add_argument("--rows", default="1-4096", help="range of M (default: %(default)s)")
     arguments = parser.parse_args()
-    times = Times(arguments.files)
+    times = Times(arguments.files, *map(int, arguments.rows.split("-")))
     print(f"{len(times.us)} times of {len(np.unique(times.ids))} problems")
     show(times, "before")
-    if arguments.model == "all":
-        found = fit_choices(times, arguments.steps)
+    if arguments.choices:
+        found = fit_choices(times, arguments.models, arguments.steps)
     else:
-        found = {arguments.model: fit(times, arguments.model, arguments.steps)}
+        found = {model: fit(times, model, arguments.steps) for model in arguments.models}
     with ExitStack() as stack:
         for model, costs in found.items():
-            stack.enter_context(mock.patch.object(*MODELS[model][:2], costs))
+            stack.enter_context(with_constants(model, costs))
         show(times, "after")
     for model, costs in found.items():
         print(model)
         for f in fields(costs):
-            value = getattr(costs, f.name)
-            rounded = (
-                {k: float(f"{v:.4g}") for k, v in value.items()} if isinstance(value, dict) else float(f"{value:.4g}")
-            )
-            print(f"    {f.name} = {rounded}")
+            print(f"    {f.name} = {', '.join(f'{value:.4g}' for value in _parts(getattr(costs, f.name)).values())}")
 
 
 if __name__ == "__main__":
