@@ -39,8 +39,8 @@ MAX_WORKERS = 8
 ARCHS = (60, 75, 80, 90)
 """The architecture paths: plain CUDA, sm_75, sm_80 and sm_90a."""
 
-NOT_SLOW = "not slow"
-"""The expression of -m by default."""
+NOT_SLOW, EVERYTHING = "not (slow or repetition)", "slow or not slow"
+"""The expressions of -m by default and for all tests."""
 
 SIMULATED = {"backend", "landing"}
 """The parameters of tests that run on the simulator."""
@@ -86,7 +86,7 @@ def names_tests(config: pytest.Config) -> bool:
 
 def is_whole_run(config: pytest.Config) -> bool:
     """Return whether all tests are run, but perhaps the slow ones, so that every kernel must be among them."""
-    return not names_tests(config) and config.option.markexpr in (NOT_SLOW, "slow or not slow", "")
+    return not names_tests(config) and config.option.markexpr in (NOT_SLOW, EVERYTHING, "")
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -98,7 +98,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     name, capability = gpu()
     lines = [f"GPU: {name} (sm_{capability})" if capability else "GPU: none, so tests marked gpu are deselected"]
     if config.getoption("markexpr") == NOT_SLOW:
-        lines.append('tests marked slow are deselected; run all with: python -m pytest -m "slow or not slow"')
+        lines.append(f'slow tests and repetitions are deselected; run all with: python -m pytest -m "{EVERYTHING}"')
     return lines
 
 
@@ -119,7 +119,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow the simulated cases of a test whose parameters all occur in other cases of it.
+    """Mark as repetitions the simulated cases of a test whose parameters all occur in other cases of it.
+
+    A third of them is marked slow instead.
 
     The cases left have every value of every parameter on every architecture path, though not every combination. Their
     order is arbitrary but fixed, so that the values of one parameter meet different values of the others.
@@ -134,7 +136,7 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         arch = parameters.get("arch")
         values |= {(function, f"{name} on {arch}", value) for _, name, value in values if name not in SIMULATED}
         if values <= covered:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 3 == 0 else pytest.mark.repetition)
         covered |= values
 
 
@@ -157,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
-        reasons = [name for name in ("gpu", "slow") if item.get_closest_marker(name)]
+        reasons = [name for name in ("gpu", "slow", "repetition") if item.get_closest_marker(name)]
         deselected[reasons[0] if reasons else "other"] += 1
 
 

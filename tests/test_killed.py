@@ -36,9 +36,9 @@ from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
-LOOPS = [pytest.param(10, id="10"), pytest.param(100, marks=pytest.mark.slow, id="100")]
+LOOPS = [pytest.param(10, id="10"), pytest.param(40, marks=pytest.mark.slow, id="40")]
 """The number of killed processes."""
-QUANTIZATIONS = [pytest.param(10, id="10"), pytest.param(30, marks=pytest.mark.slow, id="30")]
+QUANTIZATIONS = [pytest.param(10, id="10"), pytest.param(15, marks=pytest.mark.slow, id="15")]
 """The same for quantizations, each of which takes half a second."""
 LONGEST_S = 0.03
 """The longest time that a child writes."""

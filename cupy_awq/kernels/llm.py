@@ -311,7 +311,7 @@ def plan_sampling_threshold(
 def kernels(device: Device) -> Iterator[Kernel]:
     """Yield the kernels of common models, with the combinations of COMMON_HEADS and 8 KV heads.
 
-    Attention of decode steps is listed for 1, 4 and 64 sequences; other numbers of splits are compiled on first use.
+    Attention of decode steps is listed for 1 and 64 sequences; other numbers of splits are compiled on first use.
     """
     for dtype in ("float16", "bfloat16"):
         yield plan_embed(device, 1, 8, 8, dtype).kernel
@@ -323,7 +323,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
             for group in groups:
                 sizes = 8 * group, 8, head_dim, 8, 8, dtype
                 yield plan_attention(device, 2, 2, *sizes).kernel
-                for m in (1, 4, 64):
+                for m in (1, 64):
                     yield plan_decode_attention(device, m, *sizes, 1e-6, norm=norm).kernel
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             for m in (1, 17, 33):
