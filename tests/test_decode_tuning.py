@@ -169,17 +169,17 @@ def test_the_command_stores_the_fastest_configurations(
     if is_random:
         tiny = ModelConfig("qwen3", 256, 512, 2, 8, 2, 32, 96, 2048, qk_norm=True, tied=True)
         monkeypatch.setitem(bench_llm.SHAPES, name := "tiny", tiny)
-    assert main(["tune", "--model", name, "--m", "1,3", "--tries", "16"]) == 0
+    assert main(["tune", "--model", name, "--m", "1,5", "--tries", "16"]) == 0
     text = capsys.readouterr()
     assert f"stored in {tuned_folder / tuned.file_name(H100)}" in text.out
-    assert "4 sequences: 256x256 and 256x1024" in text.err
+    assert "6 sequences: 256x256 and 256x1024" in text.err
     found = tuned.read(tuned_folder / tuned.file_name(H100))
     assert found.keys() == {"256x256 stream", "256x1024 stream", "512x256 stream", "256x384 stream"}
     for entries in found.values():
-        assert list(entries) == ["1", "4"]
+        assert list(entries) == ["1", "6"]
         assert all("split_k=2" in label for label in entries.values())
     forget_tuned()
-    assert main(["tune", "--model", name, "--m", "1,3", "--tries", "16"]) == 0
+    assert main(["tune", "--model", name, "--m", "1,5", "--tries", "16"]) == 0
     assert capsys.readouterr().out.endswith("stored nothing: the present configurations are as fast\n")
 
 
@@ -215,7 +215,7 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
         name = str(llm_models.folder(tuned_folder.parent / "model", config, group=128))
     index = placement.resolve()
     facts = device.of(index)
-    arguments = ["tune", "--model", name, "--m", "1,3", "--tries", "6"]
+    arguments = ["tune", "--model", name, "--m", "1,5", "--tries", "6"]
     if facts.arch != 90:
         assert main(arguments) == 2
         assert "expected a decode step with fused GEMMs, got none" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
         return decode_tuning.Step(*decode_tuning._load(name, index), sequences).fused_choices()
 
     slowest: tuned.Table = {}
-    for sequences in (1, 4):
+    for sequences in (1, 6):
         for shape, choice in choices(sequences).items():
             worst = autotune.ranked(choice.problem, facts, 10_000)[-1]
             slowest.setdefault(shape, {})[str(sequences)] = tuned.label(worst.family, worst.config)
@@ -238,6 +238,6 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     found = tuned.read(tuned_folder / tuned.file_name(facts))
     assert found.keys() == slowest.keys()
     assert found != slowest
-    for sequences in (1, 4):
+    for sequences in (1, 6):
         used = {shape: tuned.label(choice.family, choice.config) for shape, choice in choices(sequences).items()}
         assert used == {shape: entries[str(sequences)] for shape, entries in found.items()}

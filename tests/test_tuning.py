@@ -83,6 +83,28 @@ def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_muc
         assert measured or choice.family.estimate_us(choice.config, problem, here) == first
 
 
+def test_an_entry_between_powers_of_two_serves_the_rows_up_to_it(tuned_folder: Path) -> None:
+    here = device.nominal(90)
+
+    def slowest(m: int) -> str:
+        families = select.candidates(replace(PROBLEM, m=m, n=4160, repacked=True), here).values()
+        some = max((c for found in families if not isinstance(found, str) for c in found), key=lambda c: c.us)
+        return tuned.label(some.family, some.config)
+
+    def tuned_at(m: int) -> int:
+        choice = select.choose(replace(PROBLEM, m=m, n=4160, repacked=True), here)
+        assert choice.tuned is not None
+        assert choice.tuned.label in tuned.labels(choice.family, choice.config)
+        return choice.tuned.m
+
+    tuned.write(here, {"4096x4160": {"32": slowest(32), "64": slowest(64)}})
+    forget_tuned()
+    assert [tuned_at(m) for m in (17, 24, 25, 33, 48, 49)] == [32, 32, 32, 64, 64, 64]
+    tuned.write(here, {"4096x4160": {"24": slowest(24), "48": slowest(48)}})
+    forget_tuned()
+    assert [tuned_at(m) for m in (17, 24, 25, 33, 40, 48, 49)] == [24, 24, 32, 48, 48, 48, 64]
+
+
 def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_folder: Path) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     table = f"(shipped table {tuned.file_name(here)})"
@@ -205,7 +227,7 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     index = placement.resolve()
     settings = Settings(device=index, cached=False)
     rows = tune.run("gemm", [(512, 256)], [1, 3], settings, tries=3, progress=lambda text: None)
-    assert [(row.key.tuned_m, row.tried) for row in rows] == [(1, 3), (4, 3)]
+    assert [(row.key.tuned_m, row.tried) for row in rows] == [(1, 3), (3, 3)]
     assert all(0 < row.us <= row.modelled_us for row in rows)
     tune.keep(rows, index)
     forget_tuned()
@@ -213,7 +235,7 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     path = json.loads((tuned_folder / tuned.file_name(facts)).read_text())
     labels = [tuned.label(row.best.family, row.best.config) for row in rows]
     entries = [tuned.entry(label, row.us) for label, row in zip(labels, rows, strict=True)]
-    assert path == {"512x256": dict(zip(("1", "4"), entries, strict=True))}
+    assert path == {"512x256": dict(zip(("1", "3"), entries, strict=True))}
     for row in rows:
         problem = Problem(row.key.tuned_m, 256, 512, 128, repacked=device.of(index).arch == 90)
         assert _label(problem, facts) == tuned.label(row.best.family, row.best.config)

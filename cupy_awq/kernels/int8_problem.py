@@ -13,7 +13,7 @@ from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import TuningKey
-from cupy_awq.kernels.problem import TYPES, ceil_div, next_power_of_two
+from cupy_awq.kernels.problem import TYPES, ceil_div, next_tuned_m
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
@@ -92,10 +92,10 @@ class Int8Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: K, N, bits per code and block size, and M rounded up to a power of two."""
+        """The tuning key: K, N, bits per code and block size, and M rounded up by `next_tuned_m`."""
         op = "gemm_fp8" if self.fp8 else "gemm_int8"
         shape = f"{op} {self.k}x{self.n} {self.bits} bits in blocks of {self.block_size}"
-        return TuningKey((shape,), self.m, next_power_of_two(self.m))
+        return TuningKey((shape,), self.m, next_tuned_m(self.m))
 
     @property
     def blocks(self) -> int:

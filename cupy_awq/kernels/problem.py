@@ -43,6 +43,16 @@ def next_power_of_two(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
+def next_tuned_m(m: int) -> int:
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least ``m``: the values of M to tune.
+
+    >>> [next_tuned_m(m) for m in (1, 2, 3, 5, 17, 25, 600)]
+    [1, 2, 3, 6, 24, 32, 768]
+    """
+    power = next_power_of_two(m)
+    return power * 3 // 4 if m <= power * 3 // 4 else power
+
+
 def split_counts(limit: int) -> list[int]:
     """Return the split-K factors to try: the powers of two up to the smaller of ``limit`` and MAX_SPLITS.
 
@@ -180,14 +190,14 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: the shapes to look up in turn, M, and M rounded up to a power of two.
+        """The tuning key: the shapes to look up in turn, M, and M rounded up by `next_tuned_m`.
 
         The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN". With ``gathers_x`` it is
         "KxN gather", which is not in the shipped tables: the fastest configuration for "KxN" is not the fastest then.
         """
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} gather",) if self.gathers_x else (f"{shape} stream", shape) if self.fusion else (shape,)
-        return TuningKey(shapes, self.m, next_power_of_two(self.m))
+        return TuningKey(shapes, self.m, next_tuned_m(self.m))
 
     @property
     def row_strides(self) -> Strides:

@@ -39,7 +39,7 @@ from cupy_awq.kernels.conv2d_int8 import Int8Convolution
 from cupy_awq.kernels.conv2d_problem import Convolution
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
-from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
+from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
 from cupy_awq.kernels.gemv import GEMM_SMALL, GEMV
@@ -325,7 +325,7 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
     key, entry = problem.tuning_key, tuned.lookup(problem, device)
     if key is not None and entry is not None:
         for candidate in legal:
-            if _has_label(key, candidate, entry.label) and _applies(key, candidate, best):
+            if _has_label(key.m, candidate, entry) and _applies(key.m, candidate, entry, best):
                 return _planned(candidate, problem, device, entry)
     return _planned(best, problem, device)
 
@@ -335,20 +335,20 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
     return Choice(problem, family, config, family.plan(config, problem, device), entry)
 
 
-def _has_label(key: TuningKey, candidate: Candidate, label: str) -> bool:
+def _has_label(m: int, candidate: Candidate, entry: TunedConfig) -> bool:
     """Return whether a tuned label denotes a candidate; ``block_m`` may differ if one tile holds all rows."""
-    if key.m == key.tuned_m or key.m > ONE_TILE_M:
-        return tuned.label(candidate.family, candidate.config) == label
-    return label in tuned.labels(candidate.family, candidate.config)
+    if m == entry.m or m > ONE_TILE_M:
+        return tuned.label(candidate.family, candidate.config) == entry.label
+    return entry.label in tuned.labels(candidate.family, candidate.config)
 
 
-def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:
-    """Return whether ``candidate``, which was tuned at ``key.tuned_m``, is used at ``key.m``.
+def _applies(m: int, candidate: Candidate, entry: TunedConfig, best: Candidate) -> bool:
+    """Return whether ``candidate``, which was tuned at ``entry.m``, is used at ``m``.
 
-    For M > ONE_TILE_M, ``key.m`` may have fewer tiles than ``key.tuned_m``, so that ``best``, the candidate with the
-    lowest modelled time, utilizes the SMs better; see TUNED_LIMIT.
+    For M > ONE_TILE_M, ``m`` may have fewer tiles than ``entry.m``, so that ``best``, the candidate with the lowest
+    modelled time, utilizes the SMs better; see TUNED_LIMIT.
     """
-    return key.m <= ONE_TILE_M or key.m == key.tuned_m or best.us >= TUNED_LIMIT * candidate.us
+    return m <= ONE_TILE_M or m == entry.m or best.us >= TUNED_LIMIT * candidate.us
 
 
 def explain(problem: KernelProblem, device: Device) -> str:
@@ -399,6 +399,6 @@ def _explain_untuned(problem: KernelProblem, device: Device) -> str:
         candidate for some in candidates(problem, device).values() if not isinstance(some, str) for candidate in some
     ]
     found = f"{entry.label}, tuned at M={entry.m} ({entry.origin}),"
-    if any(_has_label(key, candidate, entry.label) for candidate in legal):
+    if any(_has_label(key.m, candidate, entry) for candidate in legal):
         return f"{found} is modelled to be slower than this one at M={key.m}"
     return f"{found} is not among the legal configurations"

@@ -13,6 +13,7 @@ decoder step is recorded, and then under ``"4096x12288"``.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
-from cupy_awq.kernels.problem import next_power_of_two
+from cupy_awq.kernels.problem import next_power_of_two, next_tuned_m
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.device import Device
 
@@ -59,15 +60,17 @@ def label(family: AnyFamily, config: Config) -> str:
 
 
 def labels(family: AnyFamily, config: Config) -> set[str]:
-    """Return the labels that denote a configuration: its own, and that with ``block_m`` rounded up to a power of two.
+    """Return the labels that denote a configuration: its own, and those with ``block_m`` rounded up like M.
 
-    Kernels split M rows into tiles of nearly equal height, and tuned M are powers of two: the configuration for M = 48
-    that corresponds to tiles of 64 rows at M = 64 has tiles of 48 rows.
+    Kernels split M rows into tiles of nearly equal height: the configuration for M = 40 that corresponds to tiles of 64
+    rows at M = 64, and to tiles of 48 rows at M = 48, has tiles of 40 rows.
     """
     values = {name: value for name, value in vars(config).items() if name not in DERIVED_FIELDS}
+    found = {label(family, config)}
     if "block_m" in values:
-        values["block_m"] = next_power_of_two(values["block_m"])
-    return {label(family, config), f"{family.NAME}({_text(values)})"}
+        heights = next_tuned_m(values["block_m"]), next_power_of_two(values["block_m"])
+        found |= {f"{family.NAME}({_text({**values, 'block_m': height})})" for height in heights}
+    return found
 
 
 def fields(config: Config, without: Sequence[str] = ()) -> str:
@@ -101,19 +104,19 @@ def user_folder() -> Path:
 def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
     """Return the tuned configuration of a problem, which may not be legal for the problem, or None if there is none.
 
-    The user's table takes precedence over the shipped one. If CUPY_AWQ_ARCH forces an older architecture, no tuned
-    configuration is used.
+    The user's table takes precedence over the shipped one, and `TuningKey.tuned_m` over the next power of two. If
+    CUPY_AWQ_ARCH forces an older architecture, no tuned configuration is used.
     """
     key = problem.tuning_key
     if key is None or device.arch != device.native:
         return None
-    m = str(key.tuned_m)
     for origin, table in _tables(device).items():
-        for shape in key.shapes:
-            if m in table.get(shape, {}):
-                match = ENTRY.fullmatch(table[shape][m])
-                name, us = match.groups() if match else (table[shape][m], None)
-                return TunedConfig(name, None if us is None else float(us), key.tuned_m, origin)
+        for shape, m in itertools.product(key.shapes, (key.tuned_m, next_power_of_two(key.m))):
+            text = table.get(shape, {}).get(str(m))
+            if text is not None:
+                match = ENTRY.fullmatch(text)
+                name, us = match.groups() if match else (text, None)
+                return TunedConfig(name, None if us is None else float(us), m, origin)
     return None
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS
-from cupy_awq.kernels.problem import Problem, next_power_of_two
+from cupy_awq.kernels.problem import Problem, next_tuned_m
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.llm import readers
 from cupy_awq.llm.build import build_model
@@ -77,7 +77,7 @@ def run(
 
     Args:
         model: the path of a model, as for `readers.read`, or a key of `SHAPES` for random weights.
-        sequences: the numbers of sequences, which are rounded up to powers of two.
+        sequences: the numbers of sequences, which are rounded up by `next_tuned_m`.
         tries: the largest number of configurations to try per GEMM.
         index: the device ordinal.
         progress: a callback that receives a line of text before each stage.
@@ -95,7 +95,7 @@ def run(
     with placement.use_device(index):
         progress("loading the first layers")
         small, ops = _load(model, index)
-    for count in sorted(set(map(next_power_of_two, sequences))):
+    for count in sorted(set(map(next_tuned_m, sequences))):
         with placement.use_device(index):
             step = _tune(small, ops, count, tries, progress)
         yield step
