@@ -8,9 +8,11 @@ The constants are fitted on an H100 to times of random problems (``tests/peers/s
 the configuration that the models rank first is fast: those of mma to 38454 times of 293 problems with M <= 16;
 ``room_us``, ``reduction_us``, ``cluster_us`` and ``turn_cycles`` of wgmma to 422 problems with M >= 9; its others to
 264 problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma).
-``odd_cluster_us``, ``imbalance``, ``late_stream_factor`` and ``first_stage_ns`` are set by the choice in 424 further
-problems with M <= 128. In 1519 others, whose configurations were timed in turns, the first choice is slower than the
-fastest of about 35 measured configurations by 3% (M <= 128); with larger M, in 568 problems, by 1% (geometric mean).
+``odd_cluster_us``, ``imbalance`` and ``late_stream_factor`` are set by the choice in 424 further problems with
+M <= 128; ``queue_us``, ``first_stage_ns`` and ``consumer_ns`` of wgmma by that in 1830 others, whose configurations
+were timed in turns: the first choice is slower than the fastest of about 35 measured configurations by 3.3% (M <= 16),
+2.4% (M <= 128) and 1% (larger M; geometric means). Where these constants changed the choice in problems drawn
+afterwards, it took 0.98 (17 to 128 rows, 72 problems) and 0.99 (up to 1024, 48) of the time before.
 """
 
 from __future__ import annotations
@@ -138,8 +140,10 @@ class WgmmaCosts:
         consumer_row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
         unscaled_row_cycles: further increase per row of the CTA tile, without ``scaled``.
         refill_us: time from the release of a stage until its next copies have landed.
-        first_stage_ns: additional time until the first stage has landed, per row and per k tile of a stage beyond the
-            first, in nanoseconds.
+        first_stage_ns: additional time until the first stage has landed, per row (of up to 64) and per 64 columns x
+            128 k of a stage beyond the first, in nanoseconds.
+        queue_us: time for which x of 64 or more rows waits behind the weights that are copied before it, with
+            ``prefetch_weights``, if these are all weights of the CTA and `Occupancy.crowded` is 1; zero for 16 rows.
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
 
@@ -152,7 +156,7 @@ class WgmmaCosts:
     reduction_us: float = 0.169
     cluster_us: float = 0.155
     exchange_ns: float = 0.156
-    consumer_ns: float = 0.00926
+    consumer_ns: float = 0.019
     store_ns: float = 0.00592
     stream_factor: float = 0.887
     norm: float = 3.37
@@ -166,7 +170,8 @@ class WgmmaCosts:
     consumer_row_cycles: float = 1.14
     unscaled_row_cycles: float = 1.69
     refill_us: float = 1.02
-    first_stage_ns: float = 2.2
+    first_stage_ns: float = 4.7
+    queue_us: float = 1.25
     copy_bytes_per_cycle: float = 195.0
 
 
@@ -185,6 +190,8 @@ class Occupancy:
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
             between.
+        crowded: 0 if the launch has at most 35% of the CTAs that can be resident at once, 1 if it has all, linear
+            between.
         has_room: whether several CTAs per SM can be resident and the next kernel starts late.
     """
 
@@ -194,6 +201,7 @@ class Occupancy:
     concurrent: int
     used: float
     nonresident: float
+    crowded: float
     has_room: bool
 
     @classmethod
@@ -204,8 +212,10 @@ class Occupancy:
         busiest = ceil_div(ctas, sms)
         used = ctas / (resident * sms)
         nonresident = 1 - min(1.0, max(0.0, 2 / used - 2))
+        crowded = min(1.0, max(0.0, (used - 0.35) / 0.65))
         has_room = resident > 1 and config.starts_next_late(problem, device)
-        return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident, has_room)
+        waves, concurrent = ceil_div(busiest, resident), min(busiest, resident)
+        return cls(resident, busiest, waves, concurrent, used, nonresident, crowded, has_room)
 
 
 class TimeParts(NamedTuple):
@@ -313,8 +323,11 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "weight": stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
     }
     accumulators = rows * columns * 1e-3
-    late = costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
-    first_stage_us = costs.first_stage_ns * rows * (config.k_tiles - 1) * 1e-3
+    late, queue_us = costs.late_us, 0.0
+    if config.prefetch_weights:
+        late, prefetched = costs.nonresident_us * at.nonresident, min(1.0, config.stages * config.k_tiles / k_tiles)
+        queue_us = costs.queue_us * at.crowded * prefetched * max(0, min(rows, 64) - 16) / 48
+    first_stage_us = costs.first_stage_ns * min(rows, 64) * (config.k_tiles * columns / 64 - 1) * 1e-3
     split = 0.0
     if config.split_k > 1:
         sent = accumulators * (config.split_k - 1) / config.split_k
@@ -324,6 +337,7 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "waves": costs.wave_us * (at.waves - 1),
         "split-K": split,
         "consumers": costs.consumer_ns * config.consumers * accumulators,
+        "x": queue_us,
         "y": costs.store_ns * accumulators,
     }
     us = sum(fixed.values()) + power_limited_us(p_norm(overlapping.values(), costs.norm), problem)
