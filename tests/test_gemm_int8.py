@@ -351,18 +351,24 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gemv_is_chosen_for_few_rows_and_legal_for_up_to_eight(arch: int) -> None:
-    """Both sides of the limit, the rows that a CTA holds, and split-K where few columns would leave SMs idle."""
+def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
+    """Both sides of the limit, the rows that a CTA holds, and split-K where few columns would leave SMs idle.
+
+    On sm_80, five to eight rows are modelled to take 3% longer than on tensor cores.
+    """
     gpu = device.nominal(arch)
-    problem = Int8Problem(4, 4096, 4096, 32, 4, False, True, "float16")
-    assert select.choose(problem, gpu).config == GemvInt8Config(4, 1)
+    problem = Int8Problem(8, 4096, 4096, 32, 4, False, True, "float16")
+    choices = [select.choose(replace(problem, m=m), gpu) for m in range(1, 9)]
+    most = 4 if arch == 80 else 8
+    expected = [GemvInt8Config(rows, 1) for rows in (2, 2, 4, 4, 8, 8, 8, 8)]
+    assert [choice.config for choice in choices[:most]] == expected[:most]
+    assert all(choice.family is MMA[80] for choice in choices[most:])
     more = select.choose(replace(problem, m=9), gpu)
     assert more.family is (MMA[arch] if arch >= 75 else gemm_int8_simt)
     assert select.choose(replace(problem, aligned=False), gpu).family is gemm_int8_simt
     assert select.choose(replace(problem, block_size=36), gpu).family is gemm_int8_simt
     assert [gemv_int8.refusal(replace(problem, m=m), gpu) is None for m in (8, 9)] == [True, False]
-    rows = [gemv_int8.configs(replace(problem, m=m), gpu)[0].rows for m in range(1, 9)]
-    assert rows == [2, 2, 4, 4, 8, 8, 8, 8]
+    assert [gemv_int8.configs(replace(problem, m=m), gpu)[0] for m in range(1, 9)] == expected
     few_columns = select.choose(replace(problem, n=64, k=28672), gpu)
     assert few_columns.family is gemv_int8
     assert few_columns.config.split_k > 1
