@@ -170,7 +170,6 @@ class GemmSm90Config:
         Without setmaxnreg, wgmma kernels use 18 registers per thread fewer than `registers`, but at least 72.
         """
         threads = self.threads(problem)
-        fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
         if self.consumer_registers:
             registers = self.ctas_per_sm
         elif self.name == WGMMA:
@@ -178,7 +177,7 @@ class GemmSm90Config:
             registers = REGISTERS_PER_SM // SCHEDULERS // warp_registers * SCHEDULERS // ceil_div(threads, 32)
         else:
             registers = available_ctas(threads, self.registers)
-        return max(1, min(fitting, THREADS_PER_SM // threads, registers))
+        return resident_ctas(device, self.shared_bytes(problem), threads, registers)
 
     def starts_next_late(self, problem: Problem, device: Device) -> bool:
         """Return whether the next kernel may start only when the preceding one has finished.
@@ -208,6 +207,19 @@ def available_ctas(threads: int, registers: int) -> int:
     (2, 1)
     """
     return REGISTERS_PER_SM // (ceil_div(threads, 128) * 128 * (ceil_div(registers, 8) * 8))
+
+
+def resident_ctas(device: Device, shared_bytes: int, threads: int, register_ctas: int) -> int:
+    """Return the largest number of resident CTAs per SM, at least 1.
+
+    Args:
+        device: the GPU.
+        shared_bytes: dynamic shared memory per CTA in bytes.
+        threads: number of threads per CTA.
+        register_ctas: number of CTAs for which an SM has registers.
+    """
+    fitting = device.shared_bytes_per_sm // (shared_bytes + RESERVED_BYTES)
+    return max(1, min(fitting, THREADS_PER_SM // threads, register_ctas))
 
 
 def most_stages(counts: range, ctas_per_sm: int, device: Device, shared_bytes: Callable[[int], int]) -> int | None:

@@ -11,8 +11,7 @@ the configuration that the models rank first is fast: those of mma to 38454 time
 ``odd_cluster_us``, ``imbalance`` and ``late_stream_factor`` are set by the choice in 424 further problems with
 M <= 128; ``queue_us``, ``first_stage_ns`` and ``consumer_ns`` of wgmma by that in 1830 others, whose configurations
 were timed in turns: the first choice is slower than the fastest of about 35 measured configurations by 3.3% (M <= 16),
-2.4% (M <= 128) and 1% (larger M; geometric means). Where these constants changed the choice in problems drawn
-afterwards, it took 0.98 (17 to 128 rows, 72 problems) and 0.99 (up to 1024, 48) of the time before.
+2.4% (M <= 128) and 1% (larger M; geometric means).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm_sm90_config import RESERVED_BYTES, THREADS_PER_SM, available_ctas, most_stages
+from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages, resident_ctas
 from cupy_awq.kernels.hopper import could_hold_three_launches, is_excessive, p_norm, resident_clusters, tile_heights
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
@@ -186,8 +186,7 @@ class GemmW4A8Config:
 
     def resident(self, problem: Int8Problem, device: Device) -> int:
         """Return the largest number of resident CTAs per SM."""
-        fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
-        return max(1, min(fitting, THREADS_PER_SM // self.threads(problem), self.register_ctas))
+        return resident_ctas(device, self.shared_bytes(problem), self.threads(problem), self.register_ctas)
 
     def starts_next_late(self, problem: Int8Problem, device: Device) -> bool:
         """Return whether the next kernel may start only when the preceding one has finished.

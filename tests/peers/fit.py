@@ -107,14 +107,15 @@ class Times:
         self.best = best[self.ids]
         self.weights = np.exp(-(self.us / self.best - 1) / 0.12) + 0.01
 
-    def estimates(self, model: str) -> np.ndarray:
-        """Return the modelled times of one model's kernel."""
+    def estimates(self, model: str, costs: Any) -> np.ndarray:
+        """Return the modelled times of one model's kernel with these constants."""
         device, family = nominal(90), MODELS[model].family
-        return np.array([family.estimate_us(*row, device) for row in self.rows[self.parts[model]]])
+        with with_constants(model, costs):
+            return np.array([family.estimate_us(*row, device) for row in self.rows[self.parts[model]]])
 
     def all_estimates(self) -> np.ndarray:
         """Return the modelled time of each row."""
-        return np.concatenate([self.estimates(model) for model in self.parts])
+        return np.concatenate([self.estimates(model, present(model)) for model in self.parts])
 
     def errors(self, estimates: np.ndarray) -> np.ndarray:
         """Return the weighted error of each row: log(estimate / time) minus its mean over the problem."""
@@ -185,11 +186,13 @@ def fit(times: Times, model: str, steps: int) -> Any:
     begin = flat(costs)
     free = np.isfinite(begin)
 
-    def residuals(change: np.ndarray) -> np.ndarray:
+    def changed_by(change: np.ndarray) -> Any:
         at = begin.copy()
         at[free] += change
-        with with_constants(model, unflat(costs, at)):
-            estimates[times.parts[model]] = times.estimates(model)
+        return unflat(costs, at)
+
+    def residuals(change: np.ndarray) -> np.ndarray:
+        estimates[times.parts[model]] = times.estimates(model, changed_by(change))
         return np.concatenate([times.errors(estimates), PRIOR * change])
 
     change, damping = np.zeros(free.sum()), 1e-2
@@ -210,9 +213,7 @@ def fit(times: Times, model: str, steps: int) -> Any:
         print(f"step {step + 1}: sum of squares {now @ now:.3f}", flush=True)
         if gain < 1e-5:
             break
-    at = begin.copy()
-    at[free] += change
-    return unflat(costs, at)
+    return changed_by(change)
 
 
 def is_free(model: str, costs: Any) -> np.ndarray:
@@ -230,25 +231,22 @@ def fit_choices(times: Times, models: Sequence[str], steps: int) -> dict[str, An
         at[model] = np.where(is_free(model, costs[model]), (begin + fitted) / 2, begin)
     estimates = times.all_estimates()
 
-    def loss(changed: dict[str, np.ndarray]) -> float:
-        some = estimates.copy()
-        for model, values in changed.items():
-            with with_constants(model, unflat(costs[model], values)):
-                some[times.parts[model]] = times.estimates(model)
-        return times.loss(some, models)
+    def set_estimates(target: np.ndarray, model: str, values: np.ndarray) -> None:
+        target[times.parts[model]] = times.estimates(model, unflat(costs[model], values))
 
     means = {model: (np.zeros(len(v)), np.zeros(len(v))) for model, v in at.items()}
     for step in range(steps):
         for model, values in at.items():
-            with with_constants(model, unflat(costs[model], values)):
-                estimates[times.parts[model]] = times.estimates(model)
-        now = loss({})
+            set_estimates(estimates, model, values)
+        now = times.loss(estimates, models)
         print(f"step {step}: loss {now:.5f}", flush=True)
         changes = {}
         for model, values in at.items():
             gradient = np.zeros(len(values))
             for i in np.flatnonzero(is_free(model, costs[model])):
-                gradient[i] = (loss({model: values + 1e-3 * (np.arange(len(values)) == i)}) - now) / 1e-3
+                moved = estimates.copy()
+                set_estimates(moved, model, values + 1e-3 * (np.arange(len(values)) == i))
+                gradient[i] = (times.loss(moved, models) - now) / 1e-3
             first, second = (0.9 * means[model][0] + 0.1 * gradient, 0.98 * means[model][1] + 0.02 * gradient**2)
             means[model] = first, second
             size = np.sqrt(second / (1 - 0.98 ** (step + 1))) + 1e-6
