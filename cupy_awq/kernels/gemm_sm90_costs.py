@@ -4,24 +4,22 @@
 Each model adds fixed times of a launch to the p-norm of times that overlap: computation on the busiest SM, the loop of
 its slowest consumer, the copies, and reading the weight from device memory. A p-norm is a smooth maximum.
 
-The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128), so that
-the configuration that the models rank first is fast: those of mma to 38454 times of 293 problems with M <= 16;
-``room_us``, ``reduction_us``, ``cluster_us`` and ``turn_cycles`` of wgmma to 422 problems with M >= 9; its others to
-264 problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma).
-``odd_cluster_us``, ``imbalance`` and ``late_stream_factor`` are set by the choice in 424 further problems with
-M <= 128; ``queue_us``, ``first_stage_ns`` and ``consumer_ns`` of wgmma by that in 1830 others, whose configurations
-were timed in turns: the first choice is slower than the fastest of about 35 measured configurations by 3.3% (M <= 16),
-2.4% (M <= 128) and 1% (larger M; geometric means).
+The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128): those of
+mma to 32954 times of 638 problems with M <= 8, those of wgmma to 55125 times of 2213 problems with M >= 9. The fit
+(``tests/peers/fit.py``) minimizes squared errors of log(estimate / time), most of all those of ratios within a problem;
+the RMS error of configurations within 10% of the fastest one is 4% to 6%. The first choice is slower than the fastest
+of about 40 measured configurations by 2.9% (M <= 8), 2.2% (M <= 16), 2% (M <= 64) and 1.1% (larger M; geometric means).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import SCHEDULERS, GemmSm90Config
-from cupy_awq.kernels.hopper import p_norm, power_limited_us, resident_clusters
+from cupy_awq.kernels.hopper import crowding, p_norm, power_limited_us, resident_clusters
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K
 from cupy_awq.runtime.device import Device
@@ -38,8 +36,8 @@ class MmaCosts:
 
     Attributes:
         launch_us: fixed time of a launch, counted from the end of the preceding kernel.
-        nonresident_us: delay if none of the next kernel's CTAs can become resident during the launch.
-        room_us: time saved with `Occupancy.has_room`.
+        queue_us: time for which x waits behind the weights that are copied before it, if these are all weights of the
+            CTA and `Occupancy.crowded` is 1.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
         cluster_us: additional time of the reduction per CTA of a cluster beyond two.
@@ -52,7 +50,7 @@ class MmaCosts:
         long_us: shortest time to read the weight with which all of ``shared_us`` is saved; with shorter times, the
             saving is proportional to the time.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
-        refill_us: time from the release of a stage until its next copies have landed.
+        refill_us: time from the release of a stage until its next copies have landed, before its k tiles are computed.
         norm: exponent of the p-norm that combines the times that overlap.
         gather_us: fixed time to gather the columns of x, with ``gathers_x``.
         gather_kib_us: further time per KiB of x that the CTAs of an SM copy, with ``gathers_x``.
@@ -61,26 +59,25 @@ class MmaCosts:
         issue_ns: time in which a scheduler issues the instructions of one warp for a weight tile, by ``x_rows``.
     """
 
-    launch_us: float = 0.826
-    nonresident_us: float = 0.828
-    room_us: float = 0.14
-    wave_us: float = 1.53
-    reduction_us: float = 0.236
-    cluster_us: float = 0.0703
-    odd_cluster_us: float = 0.2
-    imbalance: float = 0.01
-    consumer_us: float = 0.0335
-    uneven_us: float = 0.265
-    shared_us: float = 0.397
-    long_us: float = 2.16
-    stream_factor: float = 0.757
-    refill_us: float = 0.671
-    norm: float = 1.17
-    gather_us: float = 1.1
+    launch_us: float = 1.513
+    queue_us: float = 0.744
+    wave_us: float = 1.005
+    reduction_us: float = 0.11
+    cluster_us: float = 0.0241
+    odd_cluster_us: float = 0.0943
+    imbalance: float = 0.0062
+    consumer_us: float = 0.0164
+    uneven_us: float = 0.225
+    shared_us: float = 0.293
+    long_us: float = 3.0
+    stream_factor: float = 0.948
+    refill_us: float = 0.389
+    norm: float = 1.15
+    gather_us: float = 1.4
     gather_kib_us: float = 0.002
     gather_split_us: float = 0.34
-    latency_ns: dict[int, int] = field(default_factory=lambda: {1: 154, 2: 158, 4: 161, 8: 187, 16: 268})
-    issue_ns: dict[int, int] = field(default_factory=lambda: {1: 71, 2: 77, 4: 79, 8: 77, 16: 147})
+    latency_ns: dict[int, float] = field(default_factory=lambda: {1: 95, 2: 101, 4: 119, 8: 111, 16: 210})
+    issue_ns: dict[int, float] = field(default_factory=lambda: {1: 36.6, 2: 34.4, 4: 38.4, 8: 37.6, 16: 82})
 
 
 @dataclass(frozen=True)
@@ -119,21 +116,26 @@ class WgmmaCosts:
     """Constants of the cost model of the wgmma kernel. Cycles are per k tile and m64 tile (128 x 64 weights).
 
     Attributes:
-        launch_us, nonresident_us, room_us, wave_us, stream_factor, norm: as in `MmaCosts`.
+        launch_us, queue_us, wave_us, stream_factor, norm: as in `MmaCosts`; ``queue_us`` only with
+            ``prefetch_weights``.
+        nonresident_us: delay if none of the next kernel's CTAs can become resident during the launch.
+        room_us: time saved with `Occupancy.has_room`.
+        pause_us: time between the last of the first copies and those that refill the stages, with ``prefetch_weights``,
+            if the stages hold at most half of the CTA's weights and `Occupancy.crowded` is 0; less if they hold more.
         late_us: ``nonresident_us`` without ``prefetch_weights``, for any number of resident CTAs.
         late_stream_factor: time to read the weight without ``prefetch_weights``, when all CTAs start to read at the
             same time, relative to that with it.
         reduction_us: fixed time of the split-K reduction.
-        cluster_us: as in `MmaCosts`.
+        cluster_us, odd_cluster_us: as in `MmaCosts`, but ``odd_cluster_us`` also if the next kernel starts early.
         exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
         consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
-        store_ns: time to store y, per accumulator of a CTA, in nanoseconds.
         tensor_factor: fraction of the tensor-core cycles that does not overlap with issuing other instructions.
         dequantize_cycles: issue cycles to dequantize weights.
         scale_cycles: additional issue cycles to scale weights, with ``scaled``.
         accumulate_cycles: issue cycles to scale accumulators, per row of the CTA tile, without ``scaled``.
         turn_cycles: issue cycles per pipeline stage, without ``scaled`` and without setmaxnreg, times the square of the
             number of consumers beyond two, which take turns at the stages.
+        alone_us: additional time per iteration of a consumer that is alone on its SM, in which nothing overlaps.
         iteration_cycles: cycles per k tile of a consumer that is alone on its SM, for any number of m64 tiles.
         consumer_cycles: cycles per m64 tile of a consumer that is alone on its SM.
         consumer_row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
@@ -141,40 +143,75 @@ class WgmmaCosts:
         refill_us: time from the release of a stage until its next copies have landed.
         first_stage_ns: additional time until the first stage has landed, per row (of up to 64) and per 64 columns x
             128 k of a stage beyond the first, in nanoseconds.
-        queue_us: time for which x of 64 or more rows waits behind the weights that are copied before it, with
-            ``prefetch_weights``, if these are all weights of the CTA and `Occupancy.crowded` is 1; zero for 16 rows.
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
 
-    launch_us: float = 1.12
-    nonresident_us: float = 1.34
-    room_us: float = 0.545
-    late_us: float = 0.19
-    late_stream_factor: float = 1.1
-    wave_us: float = 3.35
-    reduction_us: float = 0.169
-    cluster_us: float = 0.155
-    exchange_ns: float = 0.156
-    consumer_ns: float = 0.019
-    store_ns: float = 0.00592
-    stream_factor: float = 0.887
-    norm: float = 3.37
-    tensor_factor: float = 0.515
-    dequantize_cycles: float = 144.0
-    scale_cycles: float = 72.4
-    accumulate_cycles: float = 1.25
-    turn_cycles: float = 12.4
-    iteration_cycles: float = 137.0
-    consumer_cycles: float = 377.0
-    consumer_row_cycles: float = 1.14
-    unscaled_row_cycles: float = 1.69
-    refill_us: float = 1.02
-    first_stage_ns: float = 4.7
-    queue_us: float = 1.25
-    copy_bytes_per_cycle: float = 195.0
+    launch_us: float
+    nonresident_us: float
+    room_us: float
+    queue_us: float
+    pause_us: float
+    late_us: float
+    late_stream_factor: float
+    wave_us: float
+    reduction_us: float
+    cluster_us: float
+    odd_cluster_us: float
+    exchange_ns: float
+    consumer_ns: float
+    stream_factor: float
+    norm: float
+    tensor_factor: float
+    dequantize_cycles: float
+    scale_cycles: float
+    accumulate_cycles: float
+    turn_cycles: float
+    alone_us: float
+    iteration_cycles: float
+    consumer_cycles: float
+    consumer_row_cycles: float
+    unscaled_row_cycles: float
+    refill_us: float
+    first_stage_ns: float
+    copy_bytes_per_cycle: float
 
 
-MMA_COSTS, MMA_INVARIANT_COSTS, WGMMA_COSTS = MmaCosts(), MmaInvariantCosts(), WgmmaCosts()
+MMA_COSTS, MMA_INVARIANT_COSTS = MmaCosts(), MmaInvariantCosts()
+WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS = itertools.starmap(
+    WgmmaCosts,
+    zip(
+        (1.33, 1.66, 1.19, 1.77),  # launch_us
+        (0.289, 1.2, 0.764, 0.689),  # nonresident_us
+        (0.0636, 0.287, 0.109, 0.384),  # room_us
+        (0.761, 0.253, 0.383, 0.449),  # queue_us
+        (0.426, 1.05, 0.378, 0.232),  # pause_us
+        (0.19, 0.166, 0.185, 0.156),  # late_us
+        (1.1, 1.1, 0.951, 0.812),  # late_stream_factor
+        (1.86, 2.28, 3.79, 3.37),  # wave_us
+        (0.0566, 0.0916, 0.262, 0.296),  # reduction_us
+        (0.00978, 0.0604, 0.0631, 0.0771),  # cluster_us
+        (0.154, 0.0547, 0.0832, 0.0136),  # odd_cluster_us
+        (0.143, 0.147, 0.128, 0.14),  # exchange_ns
+        (0.0161, 0.0006, 0.0286, 0.0179),  # consumer_ns
+        (1.13, 0.93, 0.981, 1.15),  # stream_factor
+        (2.14, 1.98, 1.58, 3.19),  # norm
+        (0.414, 0.329, 0.725, 0.477),  # tensor_factor
+        (68.1, 101, 15.3, 195),  # dequantize_cycles
+        (72.4, 72.4, 64.9, 41.6),  # scale_cycles
+        (1.16, 0.919, 1.11, 0.819),  # accumulate_cycles
+        (2.25, 8.99, 12.4, 12.4),  # turn_cycles
+        (0.0102, 0.0157, 0.016, 0.00378),  # alone_us
+        (102, 83.9, 60, 4.11),  # iteration_cycles
+        (121, 116, 107, 329),  # consumer_cycles
+        (1.1, 0.746, 0.646, 1.33),  # consumer_row_cycles
+        (1.61, 0.825, 1.08, 1.59),  # unscaled_row_cycles
+        (0.545, 0.0306, 0.387, 0.87),  # refill_us
+        (2.79, 4.14, 2.55, 1.69),  # first_stage_ns
+        (285, 393, 500, 326),  # copy_bytes_per_cycle
+        strict=True,
+    ),
+)
+"""The constants for M up to 16, up to 32, up to 64, and for larger M."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +226,7 @@ class Occupancy:
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
             between.
-        crowded: 0 if the launch has at most 35% of the CTAs that can be resident at once, 1 if it has all, linear
-            between.
+        crowded: `crowding` of ``used``.
         has_room: whether several CTAs per SM can be resident and the next kernel starts late.
     """
 
@@ -211,10 +247,9 @@ class Occupancy:
         busiest = ceil_div(ctas, sms)
         used = ctas / (resident * sms)
         nonresident = 1 - min(1.0, max(0.0, 2 / used - 2))
-        crowded = min(1.0, max(0.0, (used - 0.35) / 0.65))
         has_room = resident > 1 and config.starts_next_late(problem, device)
         waves, concurrent = ceil_div(busiest, resident), min(busiest, resident)
-        return cls(resident, busiest, waves, concurrent, used, nonresident, crowded, has_room)
+        return cls(resident, busiest, waves, concurrent, used, nonresident, crowding(used), has_room)
 
 
 class TimeParts(NamedTuple):
@@ -250,10 +285,13 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     k_tiles, mine = _k_tiles(config, problem)
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     warps = at.concurrent * config.consumers * config.consumer_warps
+    issue_ns, latency_ns = ceil_div(warps, SCHEDULERS) * costs.issue_ns[config.x_rows], costs.latency_ns[config.x_rows]
+    iterations = ceil_div(k_tiles, config.k_tiles)
+    stage_us = costs.refill_us + config.k_tiles * max(issue_ns, latency_ns) * 1e-3
     overlapping = {
-        "SM": at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
-        "consumer": at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
-        "stages": at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
+        "SM": at.waves * mine * issue_ns * 1e-3,
+        "consumer": at.waves * mine * latency_ns * 1e-3,
+        "stages": at.waves * max(0.0, iterations / config.stages - 1) * stage_us,
         "weight": costs.stream_factor * stream,
     }
     overlapping_us = p_norm(overlapping.values(), costs.norm)
@@ -261,14 +299,15 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
     if config.split_k in (3, 5) and at.has_room:
         split += costs.odd_cluster_us
+    uneven = costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
     is_uneven = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
     fixed = {
-        "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared - costs.room_us * at.has_room,
+        "launch": costs.launch_us - shared,
         "waves": costs.wave_us * max(0.0, at.used - 1),
         "imbalance": costs.imbalance * overlapping_us if is_uneven else 0.0,
         "split-K": split,
         "consumers": costs.consumer_us * config.consumers,
-        "x": costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0,
+        "x": costs.queue_us * at.crowded * min(1.0, config.stages / iterations) + uneven,
     }
     if problem.gathers_x:
         x_kib = at.concurrent * problem.m * problem.k * 2 / 1024
@@ -297,9 +336,17 @@ def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device)
     return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), costs.norm), fixed, overlapping)
 
 
+def wgmma_costs(m: int) -> WgmmaCosts:
+    """Return the constants for a number of rows of x."""
+    if m > 64:
+        return WGMMA_COSTS
+    return WGMMA_COSTS_16 if m <= 16 else WGMMA_COSTS_32 if m <= 32 else WGMMA_COSTS_64
+
+
 def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
     """Return the modelled run time of the wgmma kernel."""
-    costs, at = WGMMA_COSTS, Occupancy.of(config, problem, device)
+    costs = wgmma_costs(problem.m)
+    at = Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
     tensor_cycles = costs.tensor_factor * max(rows / 2, MIN_TENSOR_CYCLES) * (WEIGHT_TILE_K // 16)
@@ -322,22 +369,26 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "weight": stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
     }
     accumulators = rows * columns * 1e-3
-    late, queue_us = costs.late_us, 0.0
+    iterations = ceil_div(k_tiles, config.k_tiles)
+    late, queue_us, pause_us = costs.late_us, 0.0, 0.0
     if config.prefetch_weights:
-        late, prefetched = costs.nonresident_us * at.nonresident, min(1.0, config.stages * config.k_tiles / k_tiles)
-        queue_us = costs.queue_us * at.crowded * prefetched * max(0, min(rows, 64) - 16) / 48
+        late = costs.nonresident_us * at.nonresident
+        queue_us = costs.queue_us * at.crowded * min(1.0, config.stages / iterations)
+        pause_us = costs.pause_us * (1 - at.crowded) * min(1.0, max(0.0, iterations / config.stages - 1))
+    alone_us = costs.alone_us * iterations / config.consumers if at.concurrent == 1 else 0.0
     first_stage_us = costs.first_stage_ns * min(rows, 64) * (config.k_tiles * columns / 64 - 1) * 1e-3
     split = 0.0
     if config.split_k > 1:
         sent = accumulators * (config.split_k - 1) / config.split_k
         split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent
+        split += costs.odd_cluster_us * (config.split_k in (3, 5))
     fixed = {
         "launch": costs.launch_us + late - costs.room_us * at.has_room + first_stage_us,
         "waves": costs.wave_us * (at.waves - 1),
         "split-K": split,
-        "consumers": costs.consumer_ns * config.consumers * accumulators,
+        "consumers": costs.consumer_ns * config.consumers * accumulators + alone_us,
         "x": queue_us,
-        "y": costs.store_ns * accumulators,
+        "pause": pause_us,
     }
     us = sum(fixed.values()) + power_limited_us(p_norm(overlapping.values(), costs.norm), problem)
     return TimeParts(us, fixed, overlapping)

@@ -98,6 +98,11 @@ def resident_clusters(device: Device, size: int) -> int:
     return max(1, int(CLUSTER_SMS[size] * device.sm_count) // size)
 
 
+def crowding(used: float) -> float:
+    """Return how crowded a GPU is that runs ``used`` times the CTAs that can be resident: 0 up to 0.35, 1 from 1 on."""
+    return min(1.0, max(0.0, (used - 0.35) / 0.65))
+
+
 def could_hold_three_launches(ctas: int, resident: int, device: Device) -> bool:
     """Return whether CTAs of three launches of ``ctas`` CTAs could be resident at once, ``resident`` CTAs per SM."""
     return 2 * ctas < resident * device.sm_count
