@@ -14,7 +14,15 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages, resident_ctas
-from cupy_awq.kernels.hopper import could_hold_three_launches, is_excessive, p_norm, resident_clusters, tile_heights
+from cupy_awq.kernels.gemm_w4a8_costs import CLOCK_MHZ, choose_costs
+from cupy_awq.kernels.hopper import (
+    could_hold_three_launches,
+    crowding,
+    is_excessive,
+    p_norm,
+    resident_clusters,
+    tile_heights,
+)
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.kernels.quantize_fp8 import half_sum_stride
@@ -44,76 +52,6 @@ A CTA of the GEMM can then start beside it, and copy its weight while x is quant
 """
 SYMMETRIC_ZERO = 8
 """The code of zero of a weight without offsets."""
-
-
-@dataclass(frozen=True)
-class GemmW4A8Costs:
-    """Constants of the cost model. Cycles are per k tile and weight tile (128 x 64 weights).
-
-    Those without tiles of offsets are fitted to 1402 measured times of 195 random problems on an H100 (9 to 1500 rows,
-    group size 128), with an RMS error of 7%. Those with them are fitted together with the constants of
-    `gemm_int8_sm90` for e4m3, see there.
-
-    Attributes:
-        clock_mhz: SM clock in MHz that converts cycles to time.
-        launch_us: fixed time of a launch.
-        block_scales_us: additional time if each block of x has a scale.
-        wave_us: additional time per additional wave of CTAs.
-        reduction_us: fixed time of the split-K reduction.
-        share_us: additional time if CTAs share the copies of x.
-        exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
-        consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
-        tensor_factor: tensor-core cycles per wgmma, relative to the nominal ones.
-        dequantize_cycles: issue cycles to dequantize weights.
-        product_cycles: issue cycles per row and instruction that scales a product.
-        turn_cycles: issue cycles per pipeline stage, if a k tile has parameters of rows of x, times the square of the
-            number of consumers beyond two, which take turns at the stages.
-        iteration_cycles: cycles per k tile of a warpgroup that is alone on its SM, for any number of m64 tiles.
-        consumer_cycles: cycles per m64 tile of a warpgroup that is alone on its SM, apart from ``row_cycles``.
-        row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
-        l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
-        stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
-        norm: exponent of the p-norm of times that overlap.
-    """
-
-    clock_mhz: float = 1750.0
-    launch_us: float = 1.816
-    block_scales_us: float = 0.362
-    wave_us: float = 4.306
-    reduction_us: float = 0.0494
-    share_us: float = 1.18
-    exchange_ns: float = 0.228
-    consumer_ns: float = 0.0486
-    tensor_factor: float = 1.0
-    dequantize_cycles: float = 75.1
-    product_cycles: float = 0.594
-    turn_cycles: float = 17.9
-    iteration_cycles: float = 319.0
-    consumer_cycles: float = 175.0
-    row_cycles: float = 1.332
-    l2_bytes_per_us: float = 1.05e7
-    stream_factor: float = 1.089
-    norm: float = 3.5
-
-
-COSTS = GemmW4A8Costs()
-OFFSET_TILE_COSTS = GemmW4A8Costs(
-    clock_mhz=1511.0,
-    launch_us=1.758,
-    wave_us=5.899,
-    reduction_us=0.05639,
-    exchange_ns=0.254,
-    consumer_ns=0.02211,
-    tensor_factor=0.5998,
-    dequantize_cycles=119.0,
-    product_cycles=0.3892,
-    iteration_cycles=252.1,
-    consumer_cycles=173.2,
-    row_cycles=2.498,
-    l2_bytes_per_us=9.624e6,
-    stream_factor=1.104,
-    norm=6.842,
-)
 
 
 @dataclass(frozen=True)
@@ -275,13 +213,14 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
 
 def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: fixed times, and the p-norm of times that overlap."""
-    costs = OFFSET_TILE_COSTS if config.offset_tiles else COSTS
-    rows, clock = config.block_m, costs.clock_mhz
+    costs, rows = choose_costs(problem.m, config.offset_tiles), config.block_m
     ctas, cluster = math.prod(config.tiles(problem)) * config.split_k, config.split_k * config.share_x
-    busiest = ceil_div(ctas, resident_clusters(device, cluster) * cluster)
+    sms, resident = resident_clusters(device, cluster) * cluster, config.resident(problem, device)
+    busiest, crowded = ceil_div(ctas, sms), crowding(ctas / (resident * sms))
     waves = ceil_div(busiest, config.ctas_per_sm)
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
-    mine = ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
+    iterations = ceil_div(k_tiles, config.k_tiles)
+    mine = ceil_div(iterations, config.consumers) * config.k_tiles
     instructions = 0.9 if config.offset_tiles else 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
     issue_cycles = costs.dequantize_cycles + costs.product_cycles * instructions * rows
     if config.has_x_parameters(problem):
@@ -292,19 +231,25 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     column_bytes = column_tiles * weight_tile_bytes(problem)
     stream_us_per_byte = costs.stream_factor / (device.read_gbs * 1e3)
     overlapping = (
-        busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / clock,
-        waves * mine * loop_cycles / clock,
+        busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
+        waves * mine * loop_cycles / CLOCK_MHZ,
         ctas * k_tiles * (rows * BLOCK_K / config.share_x + column_bytes) / costs.l2_bytes_per_us,
         problem.n * problem.k * weight_tile_bytes(problem) / (TILE_N * BLOCK_K) * stream_us_per_byte,
     )
     accumulators = rows * config.block_n * 1e-3
     fixed = costs.launch_us + costs.wave_us * (waves - 1) + costs.consumer_ns * config.consumers * accumulators
+    fixed += costs.queue_us * crowded * min(1.0, config.stages / iterations)
+    fixed += costs.pause_us * (1 - crowded) * min(1.0, max(0.0, iterations / config.stages - 1))
+    fixed += costs.first_stage_ns * min(rows, 64) * (config.k_tiles * column_tiles - 1) * 1e-3
+    if min(busiest, resident) == 1:
+        fixed += costs.alone_us * iterations / config.consumers
     if not (problem.row_scales or problem.fp8):
         fixed += costs.block_scales_us
     if config.share_x > 1:
         fixed += costs.share_us
     if config.split_k > 1:
         fixed += costs.reduction_us + costs.exchange_ns * accumulators * (1 - 1 / config.split_k)
+        fixed += costs.odd_cluster_us * (config.split_k == 3)
     return fixed + p_norm(overlapping, costs.norm)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit the constants of the cost models of Hopper's kernels to times that sweep.py measured; needs no GPU.
 
-    python -m tests.peers.fit sweep.jsonl --models wgmma
+    python -m tests.peers.fit sweep.jsonl --models wgmma-32 --rows 17-32 --absolute 0.5
     python -m tests.peers.fit sweep.jsonl other.jsonl --models mma --steps 30
     python -m tests.peers.fit sweep.jsonl --models mma wgmma large --choices --steps 80
     python -m tests.peers.fit fp8.jsonl --models w4a8-offsets fp8 --choices --steps 120 --rows 33-4096
@@ -9,8 +9,10 @@
 Prints the constants in the order of the dataclass that holds them, and for each range of M the ratio of the first
 choice of all kernels to the fastest configuration, before and after. The fit minimizes squared errors by
 Levenberg-Marquardt, in the logarithms of the constants. An error is log(estimate / time) minus its mean over the
-problem: the choice depends on the ratios of times within a problem, while the clock changes from problem to problem. A
-configuration x% slower than the fastest one of its problem has the weight exp(-x / 12) + 0.01.
+problem: the choice depends on the ratios of times within a problem, while the clock changes from problem to problem.
+The errors of the model's estimates themselves have the relative weight ``--absolute``, because ``x_dtype="auto"``
+compares them. A configuration x% slower than the fastest one of its problem has the weight exp(-x / 12) + 0.01. A
+constant of zero stays zero.
 
 With ``--choices``, the constants, of mma only those for more than 8 rows, start halfway between the present ones and
 such a fit. Then Adam minimizes the expected logarithm of the time of the first choice over the fastest time, plus
@@ -33,7 +35,14 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_awq.kernels import gemm_int8_sm90, gemm_sm90, gemm_sm90_costs, gemm_sm90_large, gemm_w4a8_sm90
+from cupy_awq.kernels import (
+    gemm_int8_sm90,
+    gemm_sm90,
+    gemm_sm90_costs,
+    gemm_sm90_large,
+    gemm_w4a8_costs,
+    gemm_w4a8_sm90,
+)
 from cupy_awq.kernels.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
 from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
@@ -52,15 +61,27 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "mma": Model(gemm_sm90_costs, "MMA_COSTS", gemm_sm90, GemmSm90Config, lambda c, p: c.name == MMA),
-    "wgmma": Model(gemm_sm90_costs, "WGMMA_COSTS", gemm_sm90, GemmSm90Config, lambda c, p: c.name == WGMMA),
+    **{
+        name: Model(gemm_sm90_costs, constants, gemm_sm90, GemmSm90Config, serves)
+        for name, constants, serves in (
+            ("mma", "MMA_COSTS", lambda c, p: c.name == MMA),
+            ("wgmma-16", "WGMMA_COSTS_16", lambda c, p: c.name == WGMMA and p.m <= 16),
+            ("wgmma-32", "WGMMA_COSTS_32", lambda c, p: c.name == WGMMA and 16 < p.m <= 32),
+            ("wgmma-64", "WGMMA_COSTS_64", lambda c, p: c.name == WGMMA and 32 < p.m <= 64),
+            ("wgmma", "WGMMA_COSTS", lambda c, p: c.name == WGMMA and p.m > 64),
+        )
+    },
     "large": Model(gemm_sm90_large, "COSTS", gemm_sm90_large, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
-    "w4a8": Model(
-        gemm_w4a8_sm90, "COSTS", gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, lambda c, p: not c.offset_tiles
-    ),
-    "w4a8-offsets": Model(
-        gemm_w4a8_sm90, "OFFSET_TILE_COSTS", gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, lambda c, p: c.offset_tiles
-    ),
+    **{
+        name: Model(gemm_w4a8_costs, constants, gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, serves)
+        for name, constants, serves in (
+            ("w4a8-16", "COSTS_16", lambda c, p: not c.offset_tiles and p.m <= 16),
+            ("w4a8-32", "COSTS_32", lambda c, p: not c.offset_tiles and 16 < p.m <= 32),
+            ("w4a8-64", "COSTS_64", lambda c, p: not c.offset_tiles and 32 < p.m <= 64),
+            ("w4a8", "COSTS", lambda c, p: not c.offset_tiles and p.m > 64),
+            ("w4a8-offsets", "OFFSET_TILE_COSTS", lambda c, p: c.offset_tiles),
+        )
+    },
     "int8": Model(gemm_int8_sm90, "COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
     "fp8": Model(gemm_int8_sm90, "FP8_COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }
@@ -150,8 +171,9 @@ def read_problem(record: dict[str, Any]) -> Any:
 
 
 def flat(costs: Any) -> np.ndarray:
-    """Return the logarithms of all constants."""
-    return np.log([float(x) for f in fields(costs) for x in _parts(getattr(costs, f.name)).values()])
+    """Return the logarithms of all constants; a constant of zero stays as it is."""
+    with np.errstate(divide="ignore"):
+        return np.log([float(x) for f in fields(costs) for x in _parts(getattr(costs, f.name)).values()])
 
 
 def unflat(costs: Any, logarithms: np.ndarray) -> Any:
@@ -180,8 +202,9 @@ def with_constants(model: str, costs: Any) -> Any:
     return mock.patch.object(MODELS[model].module, MODELS[model].constants, costs)
 
 
-def fit(times: Times, model: str, steps: int) -> Any:
+def fit(times: Times, model: str, steps: int, absolute: float) -> Any:
     """Return the fitted constants of a model."""
+    part = times.parts[model]
     costs, estimates = present(model), times.all_estimates()
     begin = flat(costs)
     free = np.isfinite(begin)
@@ -192,8 +215,9 @@ def fit(times: Times, model: str, steps: int) -> Any:
         return unflat(costs, at)
 
     def residuals(change: np.ndarray) -> np.ndarray:
-        estimates[times.parts[model]] = times.estimates(model, changed_by(change))
-        return np.concatenate([times.errors(estimates), PRIOR * change])
+        estimates[part] = times.estimates(model, changed_by(change))
+        own = absolute * np.sqrt(times.weights[part]) * np.log(estimates[part] / times.us[part])
+        return np.concatenate([times.errors(estimates), own, PRIOR * change])
 
     change, damping = np.zeros(free.sum()), 1e-2
     now = residuals(change)
@@ -222,12 +246,12 @@ def is_free(model: str, costs: Any) -> np.ndarray:
     return np.isfinite(flat(costs)) & np.array([model != "mma" or key == 16 for key in keys])
 
 
-def fit_choices(times: Times, models: Sequence[str], steps: int) -> dict[str, Any]:
+def fit_choices(times: Times, models: Sequence[str], steps: int, absolute: float) -> dict[str, Any]:
     """Return the constants of some models, fitted for the time of the first choice."""
     costs = {model: present(model) for model in models}
     at = {}
     for model in models:
-        begin, fitted = flat(costs[model]), flat(fit(times, model, 8))
+        begin, fitted = flat(costs[model]), flat(fit(times, model, 8, absolute))
         at[model] = np.where(is_free(model, costs[model]), (begin + fitted) / 2, begin)
     estimates = times.all_estimates()
 
@@ -275,15 +299,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
     parser.add_argument("--choices", action="store_true", help="fit for the time of the first choice")
     parser.add_argument("--steps", type=int, default=20, help="largest number of steps (default: %(default)s)")
+    parser.add_argument("--absolute", type=float, default=0.2, help="weight of absolute errors (default: %(default)s)")
     parser.add_argument("--rows", default="1-4096", help="range of M (default: %(default)s)")
     arguments = parser.parse_args()
     times = Times(arguments.files, *map(int, arguments.rows.split("-")))
     print(f"{len(times.us)} times of {len(np.unique(times.ids))} problems")
     show(times, "before")
     if arguments.choices:
-        found = fit_choices(times, arguments.models, arguments.steps)
+        found = fit_choices(times, arguments.models, arguments.steps, arguments.absolute)
     else:
-        found = {model: fit(times, model, arguments.steps) for model in arguments.models}
+        found = {model: fit(times, model, arguments.steps, arguments.absolute) for model in arguments.models}
     with ExitStack() as stack:
         for model, costs in found.items():
             stack.enter_context(with_constants(model, costs))

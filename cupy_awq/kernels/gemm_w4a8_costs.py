@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constants of the cost model of ``gemm_w4a8_sm90``."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+CLOCK_MHZ = 1750
+"""The SM clock in MHz that converts cycles to time."""
+
+
+@dataclass(frozen=True)
+class GemmW4A8Costs:
+    """Constants of the cost model. Cycles are per k tile and weight tile (128 x 64 weights).
+
+    Those without tiles of offsets are fitted on an H100 to 34371 times of 840 random problems (group size 128, INT8
+    with one scale per row or per block, and e4m3), with an RMS error of 4% to 5% of the ratios within a problem and 7%
+    of the times. Those with them are fitted together with the constants of `gemm_int8_sm90` for e4m3, see there.
+
+    Attributes:
+        launch_us: fixed time of a launch.
+        queue_us: time for which x waits behind the weights that are copied before it, if these are all weights of the
+            CTA and the GPU is crowded (`crowding` is 1).
+        pause_us: time between the last of the first copies and those that refill the stages, if the stages hold at most
+            half of the CTA's weights and `crowding` is 0; less if they hold more.
+        block_scales_us: additional time if each block of x has a scale.
+        wave_us: additional time per additional wave of CTAs.
+        reduction_us: fixed time of the split-K reduction.
+        odd_cluster_us: additional time of the reduction with clusters of 3 CTAs.
+        share_us: additional time if CTAs share the copies of x.
+        exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
+        consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
+        tensor_factor: tensor-core cycles per wgmma, relative to the nominal ones.
+        dequantize_cycles: issue cycles to dequantize weights.
+        product_cycles: issue cycles per row and instruction that scales a product.
+        turn_cycles: issue cycles per pipeline stage, if a k tile has parameters of rows of x, times the square of the
+            number of consumers beyond two, which take turns at the stages.
+        alone_us: additional time per iteration of a consumer that is alone on its SM, in which nothing overlaps.
+        iteration_cycles: cycles per k tile of a warpgroup that is alone on its SM, for any number of m64 tiles.
+        consumer_cycles: cycles per m64 tile of a warpgroup that is alone on its SM, apart from ``row_cycles``.
+        row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
+        first_stage_ns: additional time until the first stage has landed, per row (of up to 64) and per weight tile of a
+            stage beyond the first, in nanoseconds.
+        l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
+        stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
+        norm: exponent of the p-norm of times that overlap.
+    """
+
+    launch_us: float
+    queue_us: float
+    pause_us: float
+    block_scales_us: float
+    wave_us: float
+    reduction_us: float
+    odd_cluster_us: float
+    share_us: float
+    exchange_ns: float
+    consumer_ns: float
+    tensor_factor: float
+    dequantize_cycles: float
+    product_cycles: float
+    turn_cycles: float
+    alone_us: float
+    iteration_cycles: float
+    consumer_cycles: float
+    row_cycles: float
+    first_stage_ns: float
+    l2_bytes_per_us: float
+    stream_factor: float
+    norm: float
+
+
+COSTS_16, COSTS_32, COSTS_64, COSTS, OFFSET_TILE_COSTS = itertools.starmap(
+    GemmW4A8Costs,
+    zip(
+        (1.64, 1.78, 2.12, 1.86, 1.758),  # launch_us
+        (0.668, 0.764, 0.943, 0.79, 0),  # queue_us
+        (1.53, 0.626, 0.0968, 0, 0),  # pause_us
+        (0.0109, 0.119, 0.143, 0.168, 0.362),  # block_scales_us
+        (1.27, 1.79, 3.99, 4.35, 5.899),  # wave_us
+        (0.0576, 0.0438, 0.0592, 0.0686, 0.05639),  # reduction_us
+        (0.0562, 0.092, 0.185, 0.102, 0),  # odd_cluster_us
+        (1.18, 1.18, 1.34, 1.28, 1.18),  # share_us
+        (0.00715, 0.0119, 0.122, 0.159, 0.254),  # exchange_ns
+        (0.00146, 0.00146, 0.0162, 0.0122, 0.02211),  # consumer_ns
+        (0.674, 0.822, 0.289, 0.752, 0.6947),  # tensor_factor
+        (39.7, 60.2, 110, 108, 137.8),  # dequantize_cycles
+        (0.827, 0.227, 0.531, 0.577, 0.4508),  # product_cycles
+        (6.58, 13.3, 17.8, 15.3, 20.73),  # turn_cycles
+        (0.00267, 0.0144, 0.0181, 0.0265, 0),  # alone_us
+        (185, 172, 260, 237, 292),  # iteration_cycles
+        (53, 69, 14.6, 56.3, 200.6),  # consumer_cycles
+        (0.35, 1.3, 2.08, 2.41, 2.893),  # row_cycles
+        (4.34, 3.79, 2.04, 1.24, 0),  # first_stage_ns
+        (10.9e6, 16.2e6, 14.4e6, 17.7e6, 9.624e6),  # l2_bytes_per_us
+        (1.06, 1.08, 0.968, 1.02, 1.104),  # stream_factor
+        (2.45, 2.3, 2.44, 2.65, 6.842),  # norm
+        strict=True,
+    ),
+)
+"""The constants for M up to 16, up to 32, up to 64, for larger M, and for tiles of offsets."""
+
+
+def choose_costs(m: int, offset_tiles: bool) -> GemmW4A8Costs:
+    """Return the constants for M rows of x, with or without tiles of offsets."""
+    if offset_tiles:
+        return OFFSET_TILE_COSTS
+    if m > 64:
+        return COSTS
+    return COSTS_16 if m <= 16 else COSTS_32 if m <= 32 else COSTS_64
