@@ -87,7 +87,8 @@ class MmaInvariantCosts:
     The RMS error is 9%, where faster configurations have a larger weight.
 
     Attributes:
-        launch_us, nonresident_us, wave_us, reduction_us, cluster_us, stream_factor, norm: as in `MmaCosts`.
+        launch_us, wave_us, reduction_us, cluster_us, stream_factor, norm: as in `MmaCosts`.
+        nonresident_us: as in `WgmmaCosts`.
         chain_ns: latency per k tile of a warp that is alone on its scheduler, by ``scaled``.
         stage_ns: additional latency per pipeline stage.
         issue_ns: time in which a scheduler issues the instructions of one warp for a k tile, by ``scaled``.
