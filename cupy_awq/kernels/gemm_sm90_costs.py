@@ -13,13 +13,12 @@ of about 40 measured configurations by 2.9% (M <= 8), 2.2% (M <= 16), 2% (M <= 6
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import SCHEDULERS, GemmSm90Config
-from cupy_awq.kernels.hopper import crowding, p_norm, power_limited_us, resident_clusters
+from cupy_awq.kernels.hopper import costs_by_rows, costs_table, crowding, p_norm, power_limited_us, resident_clusters
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K
 from cupy_awq.runtime.device import Device
@@ -178,39 +177,36 @@ class WgmmaCosts:
 
 
 MMA_COSTS, MMA_INVARIANT_COSTS = MmaCosts(), MmaInvariantCosts()
-WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS = itertools.starmap(
+WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS = costs_table(
     WgmmaCosts,
-    zip(
-        (1.33, 1.66, 1.19, 1.77),  # launch_us
-        (0.289, 1.2, 0.764, 0.689),  # nonresident_us
-        (0.0636, 0.287, 0.109, 0.384),  # room_us
-        (0.761, 0.253, 0.383, 0.449),  # queue_us
-        (0.426, 1.05, 0.378, 0.232),  # pause_us
-        (0.19, 0.166, 0.185, 0.156),  # late_us
-        (1.1, 1.1, 0.951, 0.812),  # late_stream_factor
-        (1.86, 2.28, 3.79, 3.37),  # wave_us
-        (0.0566, 0.0916, 0.262, 0.296),  # reduction_us
-        (0.00978, 0.0604, 0.0631, 0.0771),  # cluster_us
-        (0.154, 0.0547, 0.0832, 0.0136),  # odd_cluster_us
-        (0.143, 0.147, 0.128, 0.14),  # exchange_ns
-        (0.0161, 0.0006, 0.0286, 0.0179),  # consumer_ns
-        (1.13, 0.93, 0.981, 1.15),  # stream_factor
-        (2.14, 1.98, 1.58, 3.19),  # norm
-        (0.414, 0.329, 0.725, 0.477),  # tensor_factor
-        (68.1, 101, 15.3, 195),  # dequantize_cycles
-        (72.4, 72.4, 64.9, 41.6),  # scale_cycles
-        (1.16, 0.919, 1.11, 0.819),  # accumulate_cycles
-        (2.25, 8.99, 12.4, 12.4),  # turn_cycles
-        (0.0102, 0.0157, 0.016, 0.00378),  # alone_us
-        (102, 83.9, 60, 4.11),  # iteration_cycles
-        (121, 116, 107, 329),  # consumer_cycles
-        (1.1, 0.746, 0.646, 1.33),  # consumer_row_cycles
-        (1.61, 0.825, 1.08, 1.59),  # unscaled_row_cycles
-        (0.545, 0.0306, 0.387, 0.87),  # refill_us
-        (2.79, 4.14, 2.55, 1.69),  # first_stage_ns
-        (285, 393, 500, 326),  # copy_bytes_per_cycle
-        strict=True,
-    ),
+    launch_us=(1.33, 1.66, 1.19, 1.77),
+    nonresident_us=(0.289, 1.2, 0.764, 0.689),
+    room_us=(0.0636, 0.287, 0.109, 0.384),
+    queue_us=(0.761, 0.253, 0.383, 0.449),
+    pause_us=(0.426, 1.05, 0.378, 0.232),
+    late_us=(0.19, 0.166, 0.185, 0.156),
+    late_stream_factor=(1.1, 1.1, 0.951, 0.812),
+    wave_us=(1.86, 2.28, 3.79, 3.37),
+    reduction_us=(0.0566, 0.0916, 0.262, 0.296),
+    cluster_us=(0.00978, 0.0604, 0.0631, 0.0771),
+    odd_cluster_us=(0.154, 0.0547, 0.0832, 0.0136),
+    exchange_ns=(0.143, 0.147, 0.128, 0.14),
+    consumer_ns=(0.0161, 0.0006, 0.0286, 0.0179),
+    stream_factor=(1.13, 0.93, 0.981, 1.15),
+    norm=(2.14, 1.98, 1.58, 3.19),
+    tensor_factor=(0.414, 0.329, 0.725, 0.477),
+    dequantize_cycles=(68.1, 101, 15.3, 195),
+    scale_cycles=(72.4, 72.4, 64.9, 41.6),
+    accumulate_cycles=(1.16, 0.919, 1.11, 0.819),
+    turn_cycles=(2.25, 8.99, 12.4, 12.4),
+    alone_us=(0.0102, 0.0157, 0.016, 0.00378),
+    iteration_cycles=(102, 83.9, 60, 4.11),
+    consumer_cycles=(121, 116, 107, 329),
+    consumer_row_cycles=(1.1, 0.746, 0.646, 1.33),
+    unscaled_row_cycles=(1.61, 0.825, 1.08, 1.59),
+    refill_us=(0.545, 0.0306, 0.387, 0.87),
+    first_stage_ns=(2.79, 4.14, 2.55, 1.69),
+    copy_bytes_per_cycle=(285, 393, 500, 326),
 )
 """The constants for M up to 16, up to 32, up to 64, and for larger M."""
 
@@ -300,7 +296,7 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
     if config.split_k in (3, 5) and at.has_room:
         split += costs.odd_cluster_us
-    uneven = costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
+    passes_us = costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
     is_uneven = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
     fixed = {
         "launch": costs.launch_us - shared,
@@ -308,7 +304,7 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
         "imbalance": costs.imbalance * overlapping_us if is_uneven else 0.0,
         "split-K": split,
         "consumers": costs.consumer_us * config.consumers,
-        "x": costs.queue_us * at.crowded * min(1.0, config.stages / iterations) + uneven,
+        "x": costs.queue_us * at.crowded * min(1.0, config.stages / iterations) + passes_us,
     }
     if problem.gathers_x:
         x_kib = at.concurrent * problem.m * problem.k * 2 / 1024
@@ -339,15 +335,12 @@ def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device)
 
 def wgmma_costs(m: int) -> WgmmaCosts:
     """Return the constants for a number of rows of x."""
-    if m > 64:
-        return WGMMA_COSTS
-    return WGMMA_COSTS_16 if m <= 16 else WGMMA_COSTS_32 if m <= 32 else WGMMA_COSTS_64
+    return costs_by_rows(m, (WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS))
 
 
 def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
     """Return the modelled run time of the wgmma kernel."""
-    costs = wgmma_costs(problem.m)
-    at = Occupancy.of(config, problem, device)
+    costs, at = wgmma_costs(problem.m), Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
     tensor_cycles = costs.tensor_factor * max(rows / 2, MIN_TENSOR_CYCLES) * (WEIGHT_TILE_K // 16)

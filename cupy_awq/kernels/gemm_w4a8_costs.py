@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+
+from cupy_awq.kernels.hopper import costs_by_rows, costs_table
 
 CLOCK_MHZ = 1750
 """The SM clock in MHz that converts cycles to time."""
@@ -71,33 +72,30 @@ class GemmW4A8Costs:
     norm: float
 
 
-COSTS_16, COSTS_32, COSTS_64, COSTS, OFFSET_TILE_COSTS = itertools.starmap(
+COSTS_16, COSTS_32, COSTS_64, COSTS, OFFSET_TILE_COSTS = costs_table(
     GemmW4A8Costs,
-    zip(
-        (1.64, 1.78, 2.12, 1.86, 1.758),  # launch_us
-        (0.668, 0.764, 0.943, 0.79, 0),  # queue_us
-        (1.53, 0.626, 0.0968, 0, 0),  # pause_us
-        (0.0109, 0.119, 0.143, 0.168, 0.362),  # block_scales_us
-        (1.27, 1.79, 3.99, 4.35, 5.899),  # wave_us
-        (0.0576, 0.0438, 0.0592, 0.0686, 0.05639),  # reduction_us
-        (0.0562, 0.092, 0.185, 0.102, 0),  # odd_cluster_us
-        (1.18, 1.18, 1.34, 1.28, 1.18),  # share_us
-        (0.00715, 0.0119, 0.122, 0.159, 0.254),  # exchange_ns
-        (0.00146, 0.00146, 0.0162, 0.0122, 0.02211),  # consumer_ns
-        (0.674, 0.822, 0.289, 0.752, 0.6947),  # tensor_factor
-        (39.7, 60.2, 110, 108, 137.8),  # dequantize_cycles
-        (0.827, 0.227, 0.531, 0.577, 0.4508),  # product_cycles
-        (6.58, 13.3, 17.8, 15.3, 20.73),  # turn_cycles
-        (0.00267, 0.0144, 0.0181, 0.0265, 0),  # alone_us
-        (185, 172, 260, 237, 292),  # iteration_cycles
-        (53, 69, 14.6, 56.3, 200.6),  # consumer_cycles
-        (0.35, 1.3, 2.08, 2.41, 2.893),  # row_cycles
-        (4.34, 3.79, 2.04, 1.24, 0),  # first_stage_ns
-        (10.9e6, 16.2e6, 14.4e6, 17.7e6, 9.624e6),  # l2_bytes_per_us
-        (1.06, 1.08, 0.968, 1.02, 1.104),  # stream_factor
-        (2.45, 2.3, 2.44, 2.65, 6.842),  # norm
-        strict=True,
-    ),
+    launch_us=(1.64, 1.78, 2.12, 1.86, 1.758),
+    queue_us=(0.668, 0.764, 0.943, 0.79, 0),
+    pause_us=(1.53, 0.626, 0.0968, 0, 0),
+    block_scales_us=(0.0109, 0.119, 0.143, 0.168, 0.362),
+    wave_us=(1.27, 1.79, 3.99, 4.35, 5.899),
+    reduction_us=(0.0576, 0.0438, 0.0592, 0.0686, 0.05639),
+    odd_cluster_us=(0.0562, 0.092, 0.185, 0.102, 0),
+    share_us=(1.18, 1.18, 1.34, 1.28, 1.18),
+    exchange_ns=(0.00715, 0.0119, 0.122, 0.159, 0.254),
+    consumer_ns=(0.00146, 0.00146, 0.0162, 0.0122, 0.02211),
+    tensor_factor=(0.674, 0.822, 0.289, 0.752, 0.6947),
+    dequantize_cycles=(39.7, 60.2, 110, 108, 137.8),
+    product_cycles=(0.827, 0.227, 0.531, 0.577, 0.4508),
+    turn_cycles=(6.58, 13.3, 17.8, 15.3, 20.73),
+    alone_us=(0.00267, 0.0144, 0.0181, 0.0265, 0),
+    iteration_cycles=(185, 172, 260, 237, 292),
+    consumer_cycles=(53, 69, 14.6, 56.3, 200.6),
+    row_cycles=(0.35, 1.3, 2.08, 2.41, 2.893),
+    first_stage_ns=(4.34, 3.79, 2.04, 1.24, 0),
+    l2_bytes_per_us=(10.9e6, 16.2e6, 14.4e6, 17.7e6, 9.624e6),
+    stream_factor=(1.06, 1.08, 0.968, 1.02, 1.104),
+    norm=(2.45, 2.3, 2.44, 2.65, 6.842),
 )
 """The constants for M up to 16, up to 32, up to 64, for larger M, and for tiles of offsets."""
 
@@ -106,6 +104,4 @@ def choose_costs(m: int, offset_tiles: bool) -> GemmW4A8Costs:
     """Return the constants for M rows of x, with or without tiles of offsets."""
     if offset_tiles:
         return OFFSET_TILE_COSTS
-    if m > 64:
-        return COSTS
-    return COSTS_16 if m <= 16 else COSTS_32 if m <= 32 else COSTS_64
+    return costs_by_rows(m, (COSTS_16, COSTS_32, COSTS_64, COSTS))

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
+T = TypeVar("T")
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
 POWER_LIMITED_TFLOPS = 877.0
@@ -96,6 +99,16 @@ def resident_clusters(device: Device, size: int) -> int:
     A cluster stays within one GPC, so large clusters do not fill all SMs.
     """
     return max(1, int(CLUSTER_SMS[size] * device.sm_count) // size)
+
+
+def costs_table(kind: type[T], **columns: tuple[float, ...]) -> tuple[T, ...]:
+    """Return instances of a dataclass of constants; each keyword gives the values of one field in all of them."""
+    return tuple(kind(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))
+
+
+def costs_by_rows(m: int, costs: Sequence[T]) -> T:
+    """Return the constants for M = m out of those for M up to 16, up to 32, up to 64, and for larger M."""
+    return costs[bisect.bisect_left((16, 32, 64), m)]
 
 
 def crowding(used: float) -> float:

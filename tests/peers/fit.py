@@ -60,28 +60,34 @@ class Model(NamedTuple):
     serves: Callable[[Any, Any], bool]
 
 
+def _wgmma(constants: str) -> Model:
+    def serves(config: Any, problem: Any) -> bool:
+        return config.name == WGMMA and costs.wgmma_costs(problem.m) is getattr(costs, constants)
+
+    costs = gemm_sm90_costs
+    return Model(costs, constants, gemm_sm90, GemmSm90Config, serves)
+
+
+def _w4a8(constants: str) -> Model:
+    def serves(config: Any, problem: Any) -> bool:
+        return costs.choose_costs(problem.m, config.offset_tiles) is getattr(costs, constants)
+
+    costs = gemm_w4a8_costs
+    return Model(costs, constants, gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, serves)
+
+
 MODELS = {
-    **{
-        name: Model(gemm_sm90_costs, constants, gemm_sm90, GemmSm90Config, serves)
-        for name, constants, serves in (
-            ("mma", "MMA_COSTS", lambda c, p: c.name == MMA),
-            ("wgmma-16", "WGMMA_COSTS_16", lambda c, p: c.name == WGMMA and p.m <= 16),
-            ("wgmma-32", "WGMMA_COSTS_32", lambda c, p: c.name == WGMMA and 16 < p.m <= 32),
-            ("wgmma-64", "WGMMA_COSTS_64", lambda c, p: c.name == WGMMA and 32 < p.m <= 64),
-            ("wgmma", "WGMMA_COSTS", lambda c, p: c.name == WGMMA and p.m > 64),
-        )
-    },
+    "mma": Model(gemm_sm90_costs, "MMA_COSTS", gemm_sm90, GemmSm90Config, lambda c, p: c.name == MMA),
+    "wgmma-16": _wgmma("WGMMA_COSTS_16"),
+    "wgmma-32": _wgmma("WGMMA_COSTS_32"),
+    "wgmma-64": _wgmma("WGMMA_COSTS_64"),
+    "wgmma": _wgmma("WGMMA_COSTS"),
     "large": Model(gemm_sm90_large, "COSTS", gemm_sm90_large, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
-    **{
-        name: Model(gemm_w4a8_costs, constants, gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, serves)
-        for name, constants, serves in (
-            ("w4a8-16", "COSTS_16", lambda c, p: not c.offset_tiles and p.m <= 16),
-            ("w4a8-32", "COSTS_32", lambda c, p: not c.offset_tiles and 16 < p.m <= 32),
-            ("w4a8-64", "COSTS_64", lambda c, p: not c.offset_tiles and 32 < p.m <= 64),
-            ("w4a8", "COSTS", lambda c, p: not c.offset_tiles and p.m > 64),
-            ("w4a8-offsets", "OFFSET_TILE_COSTS", lambda c, p: c.offset_tiles),
-        )
-    },
+    "w4a8-16": _w4a8("COSTS_16"),
+    "w4a8-32": _w4a8("COSTS_32"),
+    "w4a8-64": _w4a8("COSTS_64"),
+    "w4a8": _w4a8("COSTS"),
+    "w4a8-offsets": _w4a8("OFFSET_TILE_COSTS"),
     "int8": Model(gemm_int8_sm90, "COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
     "fp8": Model(gemm_int8_sm90, "FP8_COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }

@@ -4,7 +4,7 @@
     python -m tests.peers.sweep --seconds 240 --json sweep.jsonl
     python -m tests.peers.sweep --op gemm_int8 --rows 17-512 --seconds 60 --json int8.jsonl
     python -m tests.peers.sweep --summary sweep.jsonl
-    python -m tests.peers.fit sweep.jsonl --models wgmma
+    python -m tests.peers.fit sweep.jsonl --models wgmma-16 wgmma-32 wgmma-64 wgmma
 
 Each line of the file is one configuration: op, problem, family, config, us (measured), estimate_us (cost model).
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
