@@ -220,7 +220,7 @@ def test_capture_leaves_the_results_of_the_calls() -> None:
 def test_bench_on_a_gpu_fills_every_column(kernel: str | None, planned: bool) -> None:
     settings = Settings(device=0, kernel=kernel, planned=planned)
     nominal = bench.devices.of(0).read_gbs
-    kernels = []
+    kernels: list[str] = []
     # Other tests use the same GPU at the same time, so one undisturbed measurement of the read bandwidth is enough. A
     # later run finds the launches of the first one in the cache, and so chooses no kernel.
     for _ in range(8):
