@@ -18,15 +18,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import SCHEDULERS, GemmSm90Config
-from cupy_awq.kernels.hopper import costs_by_rows, costs_table, crowding, p_norm, power_limited_us, resident_clusters
+from cupy_awq.kernels.hopper import (
+    CLOCK_MHZ,
+    MIN_TENSOR_CYCLES,
+    costs_by_rows,
+    costs_table,
+    p_norm,
+    power_limited_us,
+    prefetch_waits,
+    resident_clusters,
+)
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K
 from cupy_awq.runtime.device import Device
-
-CLOCK_MHZ = 1750
-"""The SM clock in MHz that converts cycles to time."""
-MIN_TENSOR_CYCLES = 13
-"""The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,7 @@ class MmaCosts:
 
     Attributes:
         launch_us: fixed time of a launch, counted from the end of the preceding kernel.
-        queue_us: time for which x waits behind the weights that are copied before it, if these are all weights of the
-            CTA and `Occupancy.crowded` is 1.
+        queue_us: longest time for which x waits behind the weights that are copied before it; see `prefetch_waits`.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
         cluster_us: additional time of the reduction per CTA of a cluster beyond two.
@@ -120,8 +123,8 @@ class WgmmaCosts:
             ``prefetch_weights``.
         nonresident_us: delay if none of the next kernel's CTAs can become resident during the launch.
         room_us: time saved with `Occupancy.has_room`.
-        pause_us: time between the last of the first copies and those that refill the stages, with ``prefetch_weights``,
-            if the stages hold at most half of the CTA's weights and `Occupancy.crowded` is 0; less if they hold more.
+        pause_us: longest time between the first copies and those that refill the stages, with ``prefetch_weights``; see
+            `prefetch_waits`.
         late_us: ``nonresident_us`` without ``prefetch_weights``, for any number of resident CTAs.
         late_stream_factor: time to read the weight without ``prefetch_weights``, when all CTAs start to read at the
             same time, relative to that with it.
@@ -223,7 +226,6 @@ class Occupancy:
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
             between.
-        crowded: `crowding` of ``used``.
         has_room: whether several CTAs per SM can be resident and the next kernel starts late.
     """
 
@@ -233,7 +235,6 @@ class Occupancy:
     concurrent: int
     used: float
     nonresident: float
-    crowded: float
     has_room: bool
 
     @classmethod
@@ -246,7 +247,7 @@ class Occupancy:
         nonresident = 1 - min(1.0, max(0.0, 2 / used - 2))
         has_room = resident > 1 and config.starts_next_late(problem, device)
         waves, concurrent = ceil_div(busiest, resident), min(busiest, resident)
-        return cls(resident, busiest, waves, concurrent, used, nonresident, crowding(used), has_room)
+        return cls(resident, busiest, waves, concurrent, used, nonresident, has_room)
 
 
 class TimeParts(NamedTuple):
@@ -304,7 +305,7 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
         "imbalance": costs.imbalance * overlapping_us if is_uneven else 0.0,
         "split-K": split,
         "consumers": costs.consumer_us * config.consumers,
-        "x": costs.queue_us * at.crowded * min(1.0, config.stages / iterations) + passes_us,
+        "x": costs.queue_us * prefetch_waits(at.used, config.stages, iterations)[0] + passes_us,
     }
     if problem.gathers_x:
         x_kib = at.concurrent * problem.m * problem.k * 2 / 1024
@@ -364,11 +365,10 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
     }
     accumulators = rows * columns * 1e-3
     iterations = ceil_div(k_tiles, config.k_tiles)
-    late, queue_us, pause_us = costs.late_us, 0.0, 0.0
+    late, queue, pause = costs.late_us, 0.0, 0.0
     if config.prefetch_weights:
         late = costs.nonresident_us * at.nonresident
-        queue_us = costs.queue_us * at.crowded * min(1.0, config.stages / iterations)
-        pause_us = costs.pause_us * (1 - at.crowded) * min(1.0, max(0.0, iterations / config.stages - 1))
+        queue, pause = prefetch_waits(at.used, config.stages, iterations)
     alone_us = costs.alone_us * iterations / config.consumers if at.concurrent == 1 else 0.0
     first_stage_us = costs.first_stage_ns * min(rows, 64) * (config.k_tiles * columns / 64 - 1) * 1e-3
     split = 0.0
@@ -381,8 +381,8 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "waves": costs.wave_us * (at.waves - 1),
         "split-K": split,
         "consumers": costs.consumer_ns * config.consumers * accumulators + alone_us,
-        "x": queue_us,
-        "pause": pause_us,
+        "x": costs.queue_us * queue,
+        "pause": costs.pause_us * pause,
     }
     us = sum(fixed.values()) + power_limited_us(p_norm(overlapping.values(), costs.norm), problem)
     return TimeParts(us, fixed, overlapping)

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from cupy_awq.kernels.hopper import costs_by_rows, costs_table
 
-CLOCK_MHZ = 1750
-"""The SM clock in MHz that converts cycles to time."""
-
 
 @dataclass(frozen=True)
 class GemmW4A8Costs:
@@ -21,10 +18,8 @@ class GemmW4A8Costs:
 
     Attributes:
         launch_us: fixed time of a launch.
-        queue_us: time for which x waits behind the weights that are copied before it, if these are all weights of the
-            CTA and the GPU is crowded (`crowding` is 1).
-        pause_us: time between the last of the first copies and those that refill the stages, if the stages hold at most
-            half of the CTA's weights and `crowding` is 0; less if they hold more.
+        queue_us: longest time for which x waits behind the weights that are copied before it; see `prefetch_waits`.
+        pause_us: longest time between the first copies and those that refill the stages; see `prefetch_waits`.
         block_scales_us: additional time if each block of x has a scale.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: fixed time of the split-K reduction.

@@ -14,12 +14,14 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages, resident_ctas
-from cupy_awq.kernels.gemm_w4a8_costs import CLOCK_MHZ, choose_costs
+from cupy_awq.kernels.gemm_w4a8_costs import choose_costs
 from cupy_awq.kernels.hopper import (
+    CLOCK_MHZ,
+    MIN_TENSOR_CYCLES,
     could_hold_three_launches,
-    crowding,
     is_excessive,
     p_norm,
+    prefetch_waits,
     resident_clusters,
     tile_heights,
 )
@@ -39,8 +41,6 @@ MAX_HEIGHTS = 3
 """The largest number of values of ``block_m`` to try, for one tile width and split-K factor."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 """The split-K factors to try."""
-MIN_TENSOR_CYCLES = 13
-"""The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 OFFSET_TILES_MIN_M = 33
 """The smallest M for which tiles of offsets are worthwhile; smaller M were not measured."""
 OFFSET_TILE_GROUPS = 32
@@ -216,7 +216,7 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     costs, rows = choose_costs(problem.m, config.offset_tiles), config.block_m
     ctas, cluster = math.prod(config.tiles(problem)) * config.split_k, config.split_k * config.share_x
     sms, resident = resident_clusters(device, cluster) * cluster, config.resident(problem, device)
-    busiest, crowded = ceil_div(ctas, sms), crowding(ctas / (resident * sms))
+    busiest = ceil_div(ctas, sms)
     waves = ceil_div(busiest, config.ctas_per_sm)
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
     iterations = ceil_div(k_tiles, config.k_tiles)
@@ -238,8 +238,8 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     )
     accumulators = rows * config.block_n * 1e-3
     fixed = costs.launch_us + costs.wave_us * (waves - 1) + costs.consumer_ns * config.consumers * accumulators
-    fixed += costs.queue_us * crowded * min(1.0, config.stages / iterations)
-    fixed += costs.pause_us * (1 - crowded) * min(1.0, max(0.0, iterations / config.stages - 1))
+    queue, pause = prefetch_waits(ctas / (resident * sms), config.stages, iterations)
+    fixed += costs.queue_us * queue + costs.pause_us * pause
     fixed += costs.first_stage_ns * min(rows, 64) * (config.k_tiles * column_tiles - 1) * 1e-3
     if min(busiest, resident) == 1:
         fixed += costs.alone_us * iterations / config.consumers

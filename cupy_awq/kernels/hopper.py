@@ -15,6 +15,10 @@ from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 T = TypeVar("T")
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
+CLOCK_MHZ = 1750
+"""The SM clock in MHz that converts cycles of cost models to time."""
+MIN_TENSOR_CYCLES = 13
+"""The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
 CONVERSION_ROWS = 77
@@ -111,9 +115,24 @@ def costs_by_rows(m: int, costs: Sequence[T]) -> T:
     return costs[bisect.bisect_left((16, 32, 64), m)]
 
 
-def crowding(used: float) -> float:
-    """Return how crowded a GPU is that runs ``used`` times the CTAs that can be resident: 0 up to 0.35, 1 from 1 on."""
-    return min(1.0, max(0.0, (used - 0.35) / 0.65))
+def prefetch_waits(used: float, stages: int, iterations: int) -> tuple[float, float]:
+    """Return which fractions of a cost model's ``queue_us`` and ``pause_us`` apply to CTAs that prefetch weights.
+
+    ``queue_us`` is the time for which x waits behind weights, if a CTA has copied all of its weights before and the GPU
+    is crowded. ``pause_us`` is the time between the first copies and those that refill the stages, if the stages hold
+    at most half of a CTA's weights and the GPU is not crowded.
+
+    Args:
+        used: ratio of the launch's CTAs to those that can be resident at once. The GPU is crowded from 1 on, and not at
+            all up to 0.35; linear between.
+        stages: number of pipeline stages.
+        iterations: number of stages that a CTA computes.
+
+    >>> prefetch_waits(1.2, 6, 24), prefetch_waits(0.3, 6, 24), prefetch_waits(0.3, 6, 9)
+    ((0.25, 0.0), (0.0, 1.0), (0.0, 0.5))
+    """
+    crowded = min(1.0, max(0.0, (used - 0.35) / 0.65))
+    return crowded * min(1.0, stages / iterations), (1 - crowded) * min(1.0, max(0.0, iterations / stages - 1))
 
 
 def could_hold_three_launches(ctas: int, resident: int, device: Device) -> bool:
