@@ -6,8 +6,8 @@
     python -m tests.peers.fit sweep.jsonl --models mma wgmma large --choices --steps 80
     python -m tests.peers.fit fp8.jsonl --models w4a8-offsets fp8 --choices --steps 120 --rows 33-4096
 
-Prints the constants in the order of the dataclass that holds them, and for each range of M the ratio of the first
-choice of all kernels to the fastest configuration, before and after. The fit minimizes squared errors by
+Prints the constants in the order of the dataclass that holds them, and sweep.py's table of the first choices of all
+kernels, before and after. Files of several GPUs give constants for all of them. The fit minimizes squared errors by
 Levenberg-Marquardt, in the logarithms of the constants. An error is log(estimate / time) minus its mean over the
 problem: the choice depends on the ratios of times within a problem, while the clock changes from problem to problem.
 The errors of the model's estimates themselves have the relative weight ``--absolute``, because ``x_dtype="auto"``
@@ -46,8 +46,8 @@ from cupy_awq.kernels import (
 from cupy_awq.kernels.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
 from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
-from cupy_awq.runtime.device import nominal
-from tests.peers.random_problems import BANDS, geometric_mean
+from cupy_awq.runtime.device import Device
+from tests.peers.sweep import FirstChoice, table
 
 
 class Model(NamedTuple):
@@ -105,16 +105,16 @@ class Times:
     """The measured times of all models' kernels: arrays of times ``us`` and of the numbers ``ids`` of their problems.
 
     Attributes:
-        rows: the configuration and the problem of each time.
+        rows: the configuration, the problem and the GPU of each time.
         parts: the slice of the times of each model's kernel.
         weights: the weight of each time.
     """
 
     def __init__(self, paths: list[str], low: int, high: int) -> None:
         numbers: dict[Any, int] = {}
-        found: dict[str, list[tuple[Any, Any, float, int]]] = {model: [] for model in MODELS}
+        found: dict[str, list[tuple[tuple[Any, Any, Device], float, int]]] = {model: [] for model in MODELS}
         for record in (json.loads(line) for path in paths for line in Path(path).read_text().splitlines()):
-            problem = read_problem(record["problem"])
+            problem, device = read_problem(record["problem"]), Device(**record["device"])
             if not low <= problem.m <= high:
                 continue
             for name, model in MODELS.items():
@@ -122,13 +122,13 @@ class Times:
                     continue
                 config = model.config(**record["config"])
                 if model.serves(config, problem):
-                    number = numbers.setdefault((problem, record["op"]), len(numbers))
-                    found[name].append((config, problem, record["us"], number))
+                    number = numbers.setdefault((problem, record["op"], device), len(numbers))
+                    found[name].append(((config, problem, device), record["us"], number))
         every = [row for rows in found.values() for row in rows]
         ends = np.cumsum([len(rows) for rows in found.values()]).tolist()
         self.parts = {name: slice(end - len(rows), end) for (name, rows), end in zip(found.items(), ends, strict=True)}
-        self.rows = [(config, problem) for config, problem, _, _ in every]
-        self.us, self.ids = np.array([row[2] for row in every]), np.array([row[3] for row in every])
+        self.rows, us, ids = zip(*every, strict=True)
+        self.us, self.ids = np.array(us), np.array(ids)
         best = np.full(len(numbers), np.inf)
         np.minimum.at(best, self.ids, self.us)
         self.best = best[self.ids]
@@ -136,9 +136,9 @@ class Times:
 
     def estimates(self, model: str, costs: Any) -> np.ndarray:
         """Return the modelled times of one model's kernel with these constants."""
-        device, family = nominal(90), MODELS[model].family
+        family = MODELS[model].family
         with with_constants(model, costs):
-            return np.array([family.estimate_us(*row, device) for row in self.rows[self.parts[model]]])
+            return np.array([family.estimate_us(*row) for row in self.rows[self.parts[model]]])
 
     def all_estimates(self) -> np.ndarray:
         """Return the modelled time of each row."""
@@ -162,11 +162,14 @@ class Times:
             absolute += np.average(np.log(estimates[part] / self.us[part]) ** 2, weights=self.weights[part])
         return float(lost.mean() + ERRORS * squares.sum() / self.weights.sum() + ABSOLUTE * absolute)
 
-    def first_choices(self, estimates: np.ndarray) -> Iterator[tuple[int, float]]:
-        """Yield, for each problem, M and the time of the first choice over that of the fastest configuration."""
+    def first_choices(self, estimates: np.ndarray) -> Iterator[FirstChoice]:
+        """Yield the first choice of each problem."""
         for i in np.unique(self.ids):
             mine = np.flatnonzero(self.ids == i)
-            yield self.rows[mine[0]][1].m, self.us[mine[np.argmin(estimates[mine])]] / self.us[mine].min()
+            first = mine[np.argmin(estimates[mine])]
+            _, problem, device = self.rows[first]
+            us, best_us = self.us[first], self.best[first]
+            yield FirstChoice(device.name, problem.m, best_us, us / best_us, estimates[first] / us)
 
 
 def read_problem(record: dict[str, Any]) -> Any:
@@ -286,16 +289,10 @@ def fit_choices(times: Times, models: Sequence[str], steps: int, absolute: float
 
 
 def show(times: Times, title: str) -> None:
-    """Print the RMS error and the ratios of first choices."""
+    """Print the RMS error and the table of first choices."""
     estimates = times.all_estimates()
     rms = math.sqrt((times.errors(estimates) ** 2).sum() / times.weights.sum())
-    choices = list(times.first_choices(estimates))
-    parts = []
-    for low, high in BANDS:
-        ratios = [ratio for m, ratio in choices if low <= m <= high]
-        if ratios:
-            parts.append(f"M={low}-{high} {geometric_mean(ratios):.3f} (at most {max(ratios):.2f}, {len(ratios)})")
-    print(f"{title}: RMS error {rms:.1%}; first choice / fastest: {', '.join(parts)}")
+    print(f"{title}: RMS error {rms:.1%}\n{table(list(times.first_choices(estimates)))}")
 
 
 def main() -> None:

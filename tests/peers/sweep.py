@@ -6,7 +6,9 @@
     python -m tests.peers.sweep --summary sweep.jsonl
     python -m tests.peers.fit sweep.jsonl --models wgmma-16 wgmma-32 wgmma-64 wgmma
 
-Each line of the file is one configuration: op, problem, family, config, us (measured), estimate_us (cost model).
+Each line of the file is one configuration: op, device, problem, family, config, us (measured), estimate_us (cost
+model). Files of several GPUs may be joined. The table that follows has, by GPU and M, the mean and the largest time of
+first choices over that of the fastest configuration, the mean by its duration, and modelled over measured times.
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
 images, and their M counts pixels. Weights and x rotate over copies of more than 170 MB in total, so that they come from
 HBM. The CUDA graphs of all configurations of a problem, of about 240 us each, are replayed in turns, as interleave.py
@@ -23,13 +25,12 @@ import itertools
 import json
 import math
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
@@ -40,7 +41,7 @@ from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 from cupy_awq.weight import PackedWeight
 from tests.peers.interleave import Graph, medians_us
-from tests.peers.random_problems import BANDS, ROWS, build, compile_pool, geometric_mean, log_uniform, shape
+from tests.peers.random_problems import ROWS, build, compile_pool, geometric_mean, log_uniform, shape
 
 COLD_BYTES = 170e6
 """Weights rotate over copies of more bytes than this, several times the L2 cache."""
@@ -54,6 +55,10 @@ GRAPH_US = 240.0
 """The approximate time of a graph in microseconds."""
 MAX_CALLS = 80
 """The largest number of launches per graph."""
+ROW_RANGES = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 1024), (1025, math.inf))
+"""The ranges of M of a table of first choices; most have cost constants of their own."""
+DURATIONS_US = (6.0, 20.0)
+"""The durations of the fastest configurations by which a table of first choices has columns, in microseconds."""
 
 Buffers = dict[str, Any]
 
@@ -312,6 +317,7 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
                 found = [
                     {
                         "op": op,
+                        "device": asdict(gpu()),
                         "problem": asdict(operation.problem),
                         "family": candidate.family.NAME,
                         "config": vars(candidate.config),
@@ -329,29 +335,55 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def summary(records: list[dict[str, Any]]) -> str:
-    """Return, by band of M, the ratio of the first choice to the best configuration and the error of the model."""
-    problems: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        problems.setdefault(json.dumps([record["op"], record["problem"]]), []).append(record)
-    text = [f"{len(records)} times, {len(problems)} problems"]
-    for limits in (*BANDS, (BANDS[-1][1] + 1, 1 << 30)):
-        ratios, errors = [], []
-        for some in problems.values():
-            problem = some[0]["problem"]
-            m = problem.get("m") or problem["sizes"][0] * problem["sizes"][1] * problem["sizes"][2]
-            if not limits[0] <= m <= limits[1]:
-                continue
-            best = min(record["us"] for record in some)
-            ratios.append(min(some, key=lambda record: record["estimate_us"])["us"] / best)
-            errors += [abs(math.log(r["estimate_us"] / r["us"])) for r in some if r["us"] < 1.15 * best]
-        if ratios:
-            worst, error = max(ratios), math.exp(statistics.mean(errors)) - 1
-            text.append(
-                f"M={limits[0]}-{limits[1]}: {len(ratios)} problems, first choice / best {geometric_mean(ratios):.3f},"
-                f" worst {worst:.2f}; error within 15% of the best {error:.1%}"
-            )
-    return "\n".join(text)
+class FirstChoice(NamedTuple):
+    """The configuration of a problem that has the lowest modelled time.
+
+    Attributes:
+        gpu: name of the GPU.
+        m: number of rows; of a convolution, the number of pixels.
+        best_us: time of the fastest configuration, in microseconds.
+        over_best: time of the first choice, relative to that of the fastest configuration.
+        estimate: modelled time of the first choice, relative to its time.
+    """
+
+    gpu: str
+    m: int
+    best_us: float
+    over_best: float
+    estimate: float
+
+
+def first_choices(records: Iterable[dict[str, Any]]) -> list[FirstChoice]:
+    """Return the first choice of each problem; the records of a problem follow each other."""
+    found = []
+    for _, group in itertools.groupby(records, lambda record: (record["op"], record["device"], record["problem"])):
+        some = list(group)
+        first, best_us = min(some, key=lambda record: record["estimate_us"]), min(record["us"] for record in some)
+        problem, us = first["problem"], first["us"]
+        m = problem.get("m") or math.prod(problem["sizes"][:3])
+        found.append(FirstChoice(first["device"]["name"], m, best_us, us / best_us, first["estimate_us"] / us))
+    return found
+
+
+def table(choices: list[FirstChoice]) -> str:
+    """Return the times of first choices over the fastest times, as a table by GPU, M and duration."""
+    text = []
+    edges = [0.0, *DURATIONS_US, math.inf]
+    for gpu, (low, high) in itertools.product(sorted({choice.gpu for choice in choices}), ROW_RANGES):
+        some = [choice for choice in choices if choice.gpu == gpu and low <= choice.m <= high]
+        if not some:
+            continue
+        cells = []
+        for shortest, longest in itertools.pairwise(edges):
+            values = [choice.over_best for choice in some if shortest < choice.best_us <= longest]
+            cells.append(f"{geometric_mean(values):.3f} ({len(values)})" if values else "-")
+        mean, bias = (geometric_mean(choice[i] for choice in some) for i in (3, 4))
+        worst = max(choice.over_best for choice in some)
+        rows = f"{low}-{high}" if high < math.inf else f"{low}-"
+        columns = " ".join(f"{cell:>13}" for cell in cells)
+        text.append(f"{gpu[:22]:22} {rows:>9} {len(some):5} {mean:6.3f} {worst:6.2f} {columns} {bias:9.3f}")
+    spans = " ".join(f"{f'<= {us:.0f} us':>13}" for us in DURATIONS_US)
+    return "\n".join([f"{'GPU':22} {'M':>9} count   mean  worst {spans} {'longer':>13} estimate", *text])
 
 
 def main() -> None:
@@ -365,10 +397,10 @@ def main() -> None:
         "--within", type=float, default=math.inf, help="largest modelled time to measure, relative to the lowest one"
     )
     parser.add_argument("--json", metavar="FILE", help="append the records to this file")
-    parser.add_argument("--summary", metavar="FILE", help="print the summary of a file, and measure nothing")
+    parser.add_argument("--summary", metavar="FILE", help="print the table of a file, and measure nothing")
     arguments = parser.parse_args()
     if arguments.summary:
-        print(summary([json.loads(line) for line in Path(arguments.summary).read_text().splitlines()]))
+        print(table(first_choices(map(json.loads, Path(arguments.summary).read_text().splitlines()))))
         return
     low, high = map(int, arguments.rows.split("-"))
     records = []
@@ -377,7 +409,7 @@ def main() -> None:
         if arguments.json:
             with open(arguments.json, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in found)
-    print(summary(records))
+    print(table(first_choices(records)))
 
 
 if __name__ == "__main__":
