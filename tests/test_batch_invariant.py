@@ -214,6 +214,13 @@ def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m() -> None:
                 assert reduction_of(chosen.family, chosen.config, chosen.problem) == expected
 
 
+@pytest.mark.parametrize(("arch", "zeros"), [(80, "packed"), (90, "float")])
+def test_a_weight_without_a_kernel_is_refused_with_reasons(arch: int, zeros: str) -> None:
+    problem = Problem(1, 4096, 4096, 128, zeros=zeros, repacked=True, has_awq_layout=False, batch_invariant=True)
+    with pytest.raises(ValueError, match=r"no kernel fits: .*gemm_sm90"):
+        select.choose(problem, device.nominal(arch))
+
+
 def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
     """A configuration with a new field keeps its reduction only if the field has its default value."""
 

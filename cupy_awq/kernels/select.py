@@ -143,11 +143,12 @@ def candidates(problem: KernelProblem, device: Device, split_k: int | None = Non
     With ``split_k``, only configurations with this split-K factor are legal.
     """
     found: dict[str, list[Candidate] | str] = {}
+    reasons = {name: family.refusal(problem, device) for name, family in families(problem).items()}
     reduction = None
-    if isinstance(problem, Problem) and problem.batch_invariant:
+    if isinstance(problem, Problem) and problem.batch_invariant and None in reasons.values():
         reduction = choose_reduction(problem, device)
     for name, family in families(problem).items():
-        reason = family.refusal(problem, device)
+        reason = reasons[name]
         if reason is not None:
             found[name] = reason
             continue
@@ -356,8 +357,9 @@ def explain(problem: KernelProblem, device: Device) -> str:
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
     by the cost models. If the family of the choice has a function ``describe_work`` or ``time_parts``, a line says how
-    the work is divided among the CTAs, or gives the parts that add up to the modelled time. The last line says whether
-    a tuned table or the cost models determined the choice.
+    the work is divided among the CTAs, or gives the parts that add up to the modelled time. The line "chosen" says
+    whether a tuned table or the cost models determined the choice, and the last line of a batch-invariant problem gives
+    its order of additions.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
