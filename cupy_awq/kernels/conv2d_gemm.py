@@ -20,6 +20,7 @@ from cupy_awq.kernels.conv2d_sm90 import image_view
 from cupy_awq.kernels.family import AnyFamily, Workspace
 from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
 from cupy_awq.kernels.gemm_sm90_large import GemmSm90LargeConfig
+from cupy_awq.kernels.hopper import ROUNDED_MIN_M
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout
 from cupy_awq.packing import namespace
@@ -27,8 +28,6 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 NAME = "conv2d_gemm"
-MIN_PIXELS = max(gemm_sm90.SCALED_MIN_M, gemm_sm90_large.MIN_M)
-"""The smallest number of pixels of y for which the GEMM kernels scale weights, as offsets require."""
 SINGLE_CTA_FACTOR = 1.2
 """The factor on the modelled time of `gemm_sm90` if an SM has room for one CTA only.
 
@@ -78,8 +77,8 @@ def refusal(problem: Convolution, device: Device) -> str | None:
         return "needs a 1x1 filter, stride 1 and images whose pixels form a single row"
     if not problem.nhwc or not problem.y_aligned or sizes.outputs % 8:
         return "needs y in NHWC with pixels at multiples of 16 bytes"
-    if sizes.pixels < MIN_PIXELS:
-        return f"needs {MIN_PIXELS} pixels of y, not {sizes.pixels}"
+    if sizes.pixels < ROUNDED_MIN_M:
+        return f"needs {ROUNDED_MIN_M} pixels of y, not {sizes.pixels}"
     # AwqLinear cannot repack offsets; `_repacked` can.
     return replace(RepackedLayout.of(gemm_problem(problem)), zeros="symmetric").refusal()
 

@@ -23,7 +23,14 @@ from cupy_awq.kernels.gemm_sm90_config import (
     most_stages,
 )
 from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_invariant_time, mma_time, wgmma_time
-from cupy_awq.kernels.hopper import has_split_scales, is_excessive, repacked_defines, tile_heights, x_tensor_map
+from cupy_awq.kernels.hopper import (
+    ROUNDED_MIN_M,
+    has_split_scales,
+    is_excessive,
+    repacked_defines,
+    tile_heights,
+    x_tensor_map,
+)
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
 from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
@@ -38,12 +45,10 @@ GATHER_MAX_M, GATHER_MAX_K = 4, 16384
 """The largest M and K for which the mma kernel gathers the columns of x; beyond, a launch before the GEMM is faster."""
 WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel; for smaller M, the mma kernels are faster."""
-WGMMA_MAX_BLOCK_M = 128
-"""The largest ``block_m`` of the wgmma kernel."""
+WGMMA_BLOCK_M = 16, 128
+"""The smallest and the largest ``block_m`` of the wgmma kernel."""
 MAX_HEIGHTS = 3
 """The largest number of values of ``block_m`` to try for the wgmma kernel, for one tile width and split-K factor."""
-SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32
@@ -69,8 +74,8 @@ def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
     """
     if config.name == MMA:
         return None
-    stages, turns = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles), (config.split_k, config.consumers)
-    return wgmma_reduction(config, stages, config.k_tiles, *turns, scaled=config.scaled)
+    stages = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles)
+    return wgmma_reduction(config, stages, config.k_tiles, config.split_k, config.consumers, scaled=config.scaled)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
@@ -86,6 +91,8 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
         return
     all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
     for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), SPLITS, (16, 8), (1, 2, 4)):
+        if split_k > ceil_div(all_k_tiles, k_tiles):
+            continue
         if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), device):
             continue
         consumers = max(1, min(warps // weight_tiles, all_k_tiles // split_k // k_tiles))
@@ -115,7 +122,7 @@ def _mma_invariant_configs(problem: Problem, device: Device) -> Iterator[GemmSm9
 
 def _scaled_choices(problem: Problem, block_m: int, k_tiles: int) -> list[bool]:
     """Return the values of ``scaled`` to try."""
-    can_scale = problem.m >= SCALED_MIN_M or problem.batch_invariant
+    can_scale = problem.m >= ROUNDED_MIN_M or problem.batch_invariant
     can_scale = can_scale and not (problem.dtype == "float16" and problem.wide_scales)
     # With several groups per weight tile, unscaled weights need a wgmma wait per group: up to 39% slower.
     has_short_groups = problem.group_size < WEIGHT_TILE_K
@@ -132,15 +139,16 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
     if problem.gathers_x or problem.m < WGMMA_MIN_M:
         return
     all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
-    max_heights = 1 if problem.m <= WGMMA_MAX_BLOCK_M // 2 else MAX_HEIGHTS
+    smallest, largest = WGMMA_BLOCK_M
+    max_heights = 1 if problem.m <= largest // 2 else MAX_HEIGHTS
     # Clusters only split K: multicast of x to 2 CTAs with the same rows gains nothing.
     for m64_tiles, warpgroups, split_k in itertools.product((1, 2), (1, 2, 3, 4, 6, 7), SPLITS):
         weight_tiles = warpgroups * m64_tiles * 2
         columns = ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
-        heights = tile_heights(problem.m, WGMMA_MAX_BLOCK_M, columns, max(1, device.sm_count // split_k))
+        heights = tile_heights(problem.m, largest, columns, max(1, device.sm_count // split_k))
         for block_m, consumers, k_tiles in itertools.product(heights[:max_heights], (1, 2, 3, 4), (1, 2, 4)):
-            block_m = max(MMA_MAX_M, block_m)
-            if k_tiles > (4 if block_m == 16 else 2 if block_m <= 64 else 1):
+            block_m = max(smallest, block_m)
+            if k_tiles > (4 if block_m == smallest else 2 if block_m <= 64 else 1):
                 continue
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
                 continue  # 4 k tiles per stage make all other shapes up to 28% slower than fewer k tiles
@@ -161,9 +169,8 @@ def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) 
     Configurations with ``block_m`` > 16 are yielded with and without ``prefetch_weights``. Configurations for which an
     SM has too few registers are left out.
     """
-    all_k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
     # Each stage belongs to one consumer, and a consumer needs no more stages than iterations.
-    enough = ceil_div(all_k_tiles, config.consumers * config.k_tiles)
+    enough = ceil_div(config.iterations(problem), config.consumers)
     stages_each = range(1 if config.consumers > 1 and not config.scaled else 2, max(3, enough + 1))
 
     def shared_bytes(count: int) -> int:
@@ -179,7 +186,7 @@ def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) 
         most = most_stages(stages_each, ctas_per_sm, device, shared_bytes)
         if most is not None:
             yield (chosen := replace(config, stages=most * config.consumers, ctas_per_sm=ctas_per_sm))
-            if config.block_m > MMA_MAX_M:
+            if config.block_m > WGMMA_BLOCK_M[0]:
                 yield replace(chosen, prefetch_weights=False)
 
 
@@ -256,13 +263,16 @@ def describe_work(config: GemmSm90Config, problem: Problem) -> str:
     >>> config = GemmSm90Config(WGMMA, 112, weight_tiles=2, m64_tiles=1, consumers=2, stages=6, split_k=3)
     >>> describe_work(config, Problem(224, 1088, 15872, 128, repacked=True))
     '2 x 17 tiles of 112 x 64, 124 k tiles each; clusters of 3 CTAs take a tile each, at most 42 k tiles per CTA'
+    >>> config = GemmSm90Config(WGMMA, 16, weight_tiles=2, m64_tiles=1, consumers=2, stages=6, split_k=2, k_tiles=2)
+    >>> describe_work(config, Problem(16, 4096, 11008, 128, repacked=True))  # stages of two k tiles are not divided
+    '1 x 64 tiles of 16 x 64, 86 k tiles each; clusters of 2 CTAs take a tile each, at most 44 k tiles per CTA'
     """
     m_blocks, n_blocks = config.tiles(problem)
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     text = f"{m_blocks} x {n_blocks} tiles of {config.block_m} x {config.block_n}, {k_tiles} k tiles each"
     if config.split_k == 1:
         return f"{text}; one CTA per tile"
-    share = ceil_div(k_tiles, config.split_k)
+    share = min(k_tiles, config.iterations(problem) * config.k_tiles)
     return f"{text}; clusters of {config.split_k} CTAs take a tile each, at most {share} k tiles per CTA"
 
 

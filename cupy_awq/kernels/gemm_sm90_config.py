@@ -103,6 +103,10 @@ class GemmSm90Config:
         others = 4 if self.consumer_registers else 2 if self.name != WGMMA and problem.rms_norms_x else 1
         return (self.consumers * self.consumer_warps + others) * 32
 
+    def iterations(self, problem: Problem) -> int:
+        """Return the largest number of pipeline stages that a CTA computes."""
+        return ceil_div(problem.k, WEIGHT_TILE_K * self.k_tiles * self.split_k)
+
     def window(self, problem: Problem) -> int:
         """Return the largest number of pipeline stages whose copies may be in flight.
 
@@ -110,8 +114,7 @@ class GemmSm90Config:
         half of a CTA's weights: most of these weights are copied before the PDL wait, while the preceding kernel still
         loads. Other CTAs copy at least half of their weights after the preceding kernel has finished.
         """
-        iterations = ceil_div(ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), self.split_k), self.k_tiles)
-        if not problem.fusion or self.name != MMA or 2 * self.stages <= iterations:
+        if not problem.fusion or self.name != MMA or 2 * self.stages <= self.iterations(problem):
             return self.stages
         stage_bytes = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes
         return min(self.stages, max(1, WINDOW_BYTES // stage_bytes))
@@ -120,8 +123,7 @@ class GemmSm90Config:
         """Return the dynamic shared memory per CTA in bytes."""
         if not problem.gathers_x:
             return self.storage_bytes(problem)
-        iterations = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), self.k_tiles)
-        columns = ceil_div(iterations, self.split_k) * self.k_tiles * WEIGHT_TILE_K
+        columns = self.iterations(problem) * self.k_tiles * WEIGHT_TILE_K
         gathered = problem.m * problem.k + (1 + self.x_rows) * columns
         return ceil_div(self.storage_bytes(problem), 16) * 16 + gathered * 2
 
@@ -171,7 +173,7 @@ class GemmSm90Config:
         """
         threads = self.threads(problem)
         if self.consumer_registers:
-            registers = self.ctas_per_sm
+            registers = 1
         elif self.name == WGMMA:
             warp_registers = 32 * ceil_div(max(72, self.registers - 18), 8) * 8
             registers = REGISTERS_PER_SM // SCHEDULERS // warp_registers * SCHEDULERS // ceil_div(threads, 32)
@@ -180,14 +182,14 @@ class GemmSm90Config:
         return resident_ctas(device, self.shared_bytes(problem), threads, registers)
 
     def starts_next_late(self, problem: Problem, device: Device) -> bool:
-        """Return whether the next kernel may start only when the preceding one has finished.
+        """Return whether this kernel lets the next one start only after its own PDL wait, not at once.
 
-        This holds where CTAs of three kernels could otherwise be resident at once, so that two CTAs of one kernel may
-        share an SM while other SMs have none. On an H100 such configurations take, with a late start, 0.82 (wgmma) and
-        0.88 (mma) of the time, or 0.99 (wgmma) with one CTA per SM; all others 1.01 (geometric means of
-        7,831 configurations with M <= 64). A GEMM with a `Fusion` is followed by a different kernel, which gains more
-        from an early start: with an output projection that starts it late, a layer of Qwen3-8B takes 0.9 us more, one
-        of Llama-3.2-1B 1.1 us.
+        The preceding kernel has finished by then. This holds where CTAs of three kernels could otherwise be resident at
+        once, so that two CTAs of one kernel may share an SM while other SMs have none. On an H100 such configurations
+        take, with a late start, 0.82 (wgmma) and 0.88 (mma) of the time, or 0.99 (wgmma) with one CTA per SM; all
+        others 1.01 (geometric means of 7,831 configurations with M <= 64). A GEMM with a `Fusion` is followed by a
+        different kernel, which gains more from an early start: with an output projection that starts it late, a layer
+        of Qwen3-8B takes 0.9 us more, one of Llama-3.2-1B 1.1 us.
         """
         if problem.fusion:
             return False

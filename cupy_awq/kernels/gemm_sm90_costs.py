@@ -5,10 +5,11 @@ Each model adds fixed times of a launch to the p-norm of times that overlap: com
 its slowest consumer, the copies, and reading the weight from device memory. A p-norm is a smooth maximum.
 
 The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128): those of
-mma to 32954 times of 638 problems with M <= 8, those of wgmma to 55125 times of 2213 problems with M >= 9. The fit
-(``tests/peers/fit.py``) minimizes squared errors of log(estimate / time), most of all those of ratios within a problem;
-the RMS error of configurations within 10% of the fastest one is 4% to 6%. The first choice is slower than the fastest
-of about 40 measured configurations by 2.9% (M <= 8), 2.2% (M <= 16), 2% (M <= 64) and 1.1% (larger M; geometric means).
+mma to 32954 times of 638 problems with M <= 8, but `MmaCosts.latency_ns` and `MmaCosts.issue_ns` of 16 rows to problems
+with M <= 16, those of wgmma to 55125 times of 2213 problems with M >= 9. The fit (``tests/peers/fit.py``) minimizes
+squared errors of log(estimate / time), most of all those of ratios within a problem; the RMS error of configurations
+within 10% of the fastest one is 4% to 6%. The first choice is slower than the fastest of about 40 measured
+configurations by 2.9% (M <= 8), 2.2% (M <= 16), 2% (M <= 64) and 1.1% (larger M; geometric means).
 """
 
 from __future__ import annotations
@@ -46,8 +47,7 @@ class MmaCosts:
         odd_cluster_us: additional time of clusters of 3 or 5 CTAs if the next kernel starts late.
         imbalance: additional time, relative to the p-norm, if some SMs have two CTAs and the others one.
         consumer_us: time per consumer to add up the accumulators of a CTA.
-        uneven_us: additional time if the number of warps per consumer is not a power of two, so that they copy x in
-            several passes.
+        uneven_us: additional time with 3, 6 or more warps per consumer, most of which copy x in several passes.
         shared_us: time saved if an SM holds several CTAs, as one computes while another starts or ends.
         long_us: shortest time to read the weight with which all of ``shared_us`` is saved; with shorter times, the
             saving is proportional to the time.
@@ -274,17 +274,17 @@ class TimeParts(NamedTuple):
 def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
     """Return the number of k tiles per CTA, and the number of k tiles that the CTA's busiest consumer computes."""
     k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
-    return k_tiles, ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
+    return k_tiles, ceil_div(config.iterations(problem), config.consumers) * config.k_tiles
 
 
 def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
     """Return the modelled run time of the mma kernel."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
-    k_tiles, mine = _k_tiles(config, problem)
+    _, mine = _k_tiles(config, problem)
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     warps = at.concurrent * config.consumers * config.consumer_warps
     issue_ns, latency_ns = ceil_div(warps, SCHEDULERS) * costs.issue_ns[config.x_rows], costs.latency_ns[config.x_rows]
-    iterations = ceil_div(k_tiles, config.k_tiles)
+    iterations = config.iterations(problem)
     stage_us = costs.refill_us + config.k_tiles * max(issue_ns, latency_ns) * 1e-3
     overlapping = {
         "SM": at.waves * mine * issue_ns * 1e-3,
@@ -298,11 +298,11 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     if config.split_k in (3, 5) and at.has_room:
         split += costs.odd_cluster_us
     passes_us = costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
-    is_uneven = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
+    has_pairs = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
     fixed = {
         "launch": costs.launch_us - shared,
         "waves": costs.wave_us * max(0.0, at.used - 1),
-        "imbalance": costs.imbalance * overlapping_us if is_uneven else 0.0,
+        "imbalance": costs.imbalance * overlapping_us if has_pairs else 0.0,
         "split-K": split,
         "consumers": costs.consumer_us * config.consumers,
         "x": costs.queue_us * prefetch_waits(at.used, config.stages, iterations)[0] + passes_us,
@@ -364,7 +364,7 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "weight": stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
     }
     accumulators = rows * columns * 1e-3
-    iterations = ceil_div(k_tiles, config.k_tiles)
+    iterations = config.iterations(problem)
     late, queue, pause = costs.late_us, 0.0, 0.0
     if config.prefetch_weights:
         late = costs.nonresident_us * at.nonresident

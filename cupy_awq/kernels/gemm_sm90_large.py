@@ -16,6 +16,7 @@ import numpy as np
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_costs import TimeParts
 from cupy_awq.kernels.hopper import (
+    ROUNDED_MIN_M,
     has_split_scales,
     p_norm,
     power_limited_us,
@@ -37,8 +38,6 @@ MAX_STAGES = 6
 """The largest number of pipeline stages; more stages gain nothing."""
 MAX_HEIGHTS = 5
 """The largest number of values of ``block_m`` to try for one shape of CTA tiles and clusters."""
-MIN_M = 33
-"""The smallest M; for smaller M, `gemm` guarantees unrounded weights, while this kernel rounds scaled weights."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class GemmSm90LargeCosts:
     """Constants of the cost model, fitted on an H100.
 
     ``launch_us`` and ``stream_factor`` are fitted to 3155 times of 270 random problems with M = 64 to 4096, the others
-    to 7619 times of 568 problems with M = 129 to 4096, the configurations of each of which were timed in turns. The
+    to 7619 times of 568 problems with M = 129 to 4096, the configurations of each of which were timed round-robin. The
     first choice of this kernel and gemm_sm90 is slower than the fastest configuration by 1% (geometric mean over
     problems that are left out of the fit).
 
@@ -55,7 +54,8 @@ class GemmSm90LargeCosts:
         conversion_us: time to dequantize the weights of a k tile (128 rows of W) and 128 columns of a CTA tile, in
             microseconds, by ``m64_tiles``; it overlaps with the tensor cores' time.
         tensor_us: time of the tensor cores per k tile, 128 columns and row of a CTA tile, in microseconds.
-        norm: exponent of the p-norm of these two times.
+        k_tile_norm: exponent of the p-norm of these two times.
+        norm: exponent of the p-norm of the time on the SMs and the time to read the weight.
         store_ns: time to store y, per element of a CTA tile, in nanoseconds.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         reduction_ns: time of the stream-K reduction, per element of a CTA tile, in nanoseconds.
@@ -67,7 +67,8 @@ class GemmSm90LargeCosts:
     launch_us: float = 1.53
     conversion_us: dict[int, float] = field(default_factory=lambda: {1: 0.546, 2: 0.479})
     tensor_us: float = 0.00426
-    norm: float = 5.0
+    k_tile_norm: float = 5.0
+    norm: float = 4.0
     store_ns: float = 0.028
     stream_factor: float = 1.44
     reduction_ns: float = 0.077
@@ -144,8 +145,8 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.gathers_x:
         return "cannot gather the columns of x"
-    if problem.m < MIN_M:
-        return f"needs M >= {MIN_M}, not {problem.m}"
+    if problem.m < ROUNDED_MIN_M:
+        return f"needs M >= {ROUNDED_MIN_M}, not {problem.m}"
     if problem.dtype == "float16" and problem.wide_scales:
         return "needs scales whose range float16 can hold"
     return repacked_refusal(problem, device)
@@ -281,7 +282,7 @@ def time_parts(config: GemmSm90LargeConfig, problem: Problem, device: Device) ->
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)
     share = config.stream_k_units * k_tiles / config.stream_k_clusters if config.stream_k_units else 0.0
-    k_tile_us = p_norm((COSTS.conversion_us[config.m64_tiles], COSTS.tensor_us * config.block_m), COSTS.norm)
+    k_tile_us = p_norm((COSTS.conversion_us[config.m64_tiles], COSTS.tensor_us * config.block_m), COSTS.k_tile_norm)
     k_tile_us *= config.block_n / 128
     tiles = waves + (max(1.0, share / k_tiles) if config.stream_k_units else 0.0)
     elements = config.block_m * config.block_n * 1e-3
@@ -293,7 +294,7 @@ def time_parts(config: GemmSm90LargeConfig, problem: Problem, device: Device) ->
     if config.stream_k_units:
         reduction = (COSTS.reduction_ns + COSTS.reduction_split_ns * config.split_k) * elements
     fixed = {"launch": COSTS.launch_us, "stream-K": reduction}
-    return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), 4), fixed, overlapping)
+    return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), COSTS.norm), fixed, overlapping)
 
 
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:

@@ -23,7 +23,7 @@ class GemmW4A8Costs:
         block_scales_us: additional time if each block of x has a scale.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: fixed time of the split-K reduction.
-        odd_cluster_us: additional time of the reduction with clusters of 3 CTAs.
+        odd_cluster_us: additional time of the reduction with ``split_k`` = 3.
         share_us: additional time if CTAs share the copies of x.
         exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
         consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.

@@ -127,16 +127,19 @@ class GemmW4A8Config:
         return resident_ctas(device, self.shared_bytes(problem), self.threads(problem), self.register_ctas)
 
     def starts_next_late(self, problem: Int8Problem, device: Device) -> bool:
-        """Return whether the next kernel may start only when the preceding one has finished.
+        """Return whether this kernel lets the next one start only after its own PDL wait, not at once.
 
         This holds where CTAs of three kernels could otherwise be resident at once, as in `GemmSm90Config`.
         """
-        ctas = math.prod(self.tiles(problem)) * self.split_k
-        return could_hold_three_launches(ctas, self.resident(problem, device), device)
+        return could_hold_three_launches(self.ctas(problem), self.resident(problem, device), device)
 
     def tiles(self, problem: Int8Problem) -> tuple[int, int]:
         """Return the numbers of CTA tiles along m and along n; CTAs that share x have a tile each, even if past N."""
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n * self.share_x) * self.share_x
+
+    def ctas(self, problem: Int8Problem) -> int:
+        """Return the number of CTAs: ``split_k`` per tile."""
+        return math.prod(self.tiles(problem)) * self.split_k
 
 
 def weight_tile_bytes(problem: Int8Problem) -> int:
@@ -214,13 +217,14 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
 def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: fixed times, and the p-norm of times that overlap."""
     costs, rows = choose_costs(problem.m, config.offset_tiles), config.block_m
-    ctas, cluster = math.prod(config.tiles(problem)) * config.split_k, config.split_k * config.share_x
+    ctas, cluster = config.ctas(problem), config.split_k * config.share_x
     sms, resident = resident_clusters(device, cluster) * cluster, config.resident(problem, device)
     busiest = ceil_div(ctas, sms)
     waves = ceil_div(busiest, config.ctas_per_sm)
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
     iterations = ceil_div(k_tiles, config.k_tiles)
     mine = ceil_div(iterations, config.consumers) * config.k_tiles
+    # Instructions that scale a product: fewest with tiles of offsets, most with a scale per block of x.
     instructions = 0.9 if config.offset_tiles else 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
     issue_cycles = costs.dequantize_cycles + costs.product_cycles * instructions * rows
     if config.has_x_parameters(problem):
@@ -254,11 +258,14 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
 
 
 def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are x_row_scale or x_scale, x_sums, weight, x_half_sums, bias, y and xq."""
+    """Return the launch plan.
+
+    The buffers are weight, offsets, units (see `prepare_weight`), bias, y and xq; of x also x_row_scale (one scale per
+    row), x_scale (a scale per block), x_sums (float8) and x_half_sums (``offset_tiles``).
+    """
     # x_offset is null, as the family takes no activations with offsets.
     x_row_scale = "x_row_scale" if problem.row_scales or problem.fp8 else "x_offset"
-    has_x_values = not config.offset_tiles and (problem.fp8 or not problem.row_scales)
-    x_values = ("x_sums" if problem.fp8 else "x_scale") if has_x_values else "x_offset"
+    x_values = ("x_sums" if problem.fp8 else "x_scale") if config.has_x_parameters(problem) else "x_offset"
     defines = (
         *(item for item in problem.defines(weight_offset=False) if item[0] != "BITS"),
         ("SCALE", TYPES[problem.scale_dtype]),
@@ -295,12 +302,12 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
             box=(64, config.block_m, 1),
             swizzle=128,
         )
-    m_blocks, n_blocks = config.tiles(problem)
+    m_blocks, _ = config.tiles(problem)
     sizes = (problem.m, problem.n, problem.k, problem.block_size, m_blocks, problem.y_row_stride, problem.wide)
     scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
     return LaunchPlan(
         Kernel("int8/gemm_w4a8_sm90.cu", NAME, defines, device.target),
-        (m_blocks * n_blocks * config.split_k, 1, 1),
+        (config.ctas(problem), 1, 1),
         (config.threads(problem), 1, 1),
         (x_row_scale, x_values, "weight", "offsets", "units", "bias", "y", x_map, sums_map, *scalars),
         config.shared_bytes(problem),

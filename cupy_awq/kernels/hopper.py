@@ -13,7 +13,7 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 T = TypeVar("T")
-CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
+CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
 CLOCK_MHZ = 1750
 """The SM clock in MHz that converts cycles of cost models to time."""
@@ -21,6 +21,8 @@ MIN_TENSOR_CYCLES = 13
 """The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
+ROUNDED_MIN_M = 33
+"""The smallest M for rounded products of weights and scales, as fewer rows promise the bits of unrounded weights."""
 CONVERSION_ROWS = 77
 """The number of rows of x whose wgmma instructions take as long as a tile's other work, such as converting weights."""
 
@@ -71,7 +73,7 @@ def power_limited_us(work_us: float, problem: Problem) -> float:
 
 
 def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
-    """Return the values of ``block_m`` that split M rows into tiles of nearly equal height, the most promising first.
+    """Return the values of ``block_m`` that split M rows into tiles of nearly equal height.
 
     They are multiples of 8: first the highest one, then others down to about half of it, in the order of the time of
     all waves of tiles, which is modelled as proportional to ``block_m + CONVERSION_ROWS``.
