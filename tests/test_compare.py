@@ -74,8 +74,8 @@ def test_medians_are_per_graph_and_per_call() -> None:
     graphs = [interleave.Graph(lambda i=i: replay(i), length) for i, length in ((0, 4), (1, 10))]
     times = interleave.medians_us(graphs, Event, lambda begin, end: end.at - begin.at)
     assert times == [2.0 / 4 * 1e3, 30.0 / 10 * 1e3]
-    assert order == [0, 1, "wait", *[0, 1] * (len(order) // 2 - 2), "wait"]
-    assert order.count(0) == 1 + math.ceil(interleave.WARM_MS / 32.0) + interleave.REPLAYS
+    assert order == [0, 1, 0, 1, "wait", *[0, 1] * (len(order) // 2 - 3), "wait"]
+    assert order.count(0) == 2 + math.ceil(interleave.WARM_MS / 32.0) + interleave.REPLAYS
 
 
 def test_a_sample_of_cells_has_every_number_of_rows() -> None:

@@ -13,19 +13,19 @@ It needs PyTorch 2.11 for CUDA 13 and Python 3.12, which the package itself does
 Shapes are KxN. The script prints microseconds per call, the roofline, and for `ours` the ratio to the roofline and to
 the best peer. Method: group size 128, zero points, random data. Weights rotate over copies of more than 170 MB in
 total, so that they come from HBM and not from L2. For each shape and M, the CUDA graphs of all libraries, each of about
-0.4 ms or more, are replayed in turns: first for 60 ms, then seven times, of which the median counts. All replays are
+0.4 ms or more, are replayed round-robin: first for 60 ms, then seven times, of which the median counts. All replays are
 queued before the first one ends. Each peer's first result is checked against float32.
 
 `roof` is max(bytes / read bandwidth, flops / fp16 rate). The bandwidth is measured once. The fp16 rate is that of
-cuBLAS for M = N = K = 8192; where arithmetic bounds the time, it is measured in turns with the libraries, since the
+cuBLAS for M = N = K = 8192; where arithmetic bounds the time, it is measured round-robin with the libraries, as the
 clock depends on the power that they draw. `read` is the time of a plain kernel that reads the weight and x and writes
 as many bytes as y has, the fastest of three grids, in a chain of dependent launches as the GEMMs. `rec` is the best of
 the recorded llm-awq, Humming and TurboMind cells (recorded.json, same kind of GPU), scaled by this run's Marlin over
 the recorded one; it counts as a peer.
 
 `--random SEED` draws the shapes and nine values of M as random_problems.py describes: K a multiple of 128, N of 64,
-both log-uniform in 1024..32768, K * N <= 4e8, M log-uniform in 1..4096. `floor`, which replaces `roof` on the screen
-and in the file, is max(roof, 2.2 us): an empty dependent launch and one memory round trip take that long.
+both log-uniform in 1024..32768, K * N <= 4e8, M log-uniform in 1..4096. `floor`, which replaces `roof` on the screen,
+is max(roof, 2.2 us): an empty dependent launch and one memory round trip take that long. The file calls both `roof`.
 
 `--best N` also times, in N random cells, all configurations that the cost models expect to take at most 1.6 times the
 lowest time, and compares the fastest one with the first choice (first_choice.py).
@@ -178,7 +178,7 @@ class Shape:
                 continue
             rows.append(dict(k=k, n=n, m=m, peer=name, us=0.0, error=error, ok=ok))
         reads = ceilings.reads(self.bytes, x_bytes, y_bytes, length)
-        # The clock depends on the power that all graphs draw, so the rate of cuBLAS is measured in turns with them.
+        # The clock depends on the power that all graphs draw, so the rate of cuBLAS is measured round-robin with them.
         products = [ceilings.product(2)] if arithmetic_us > bytes_us else []
         times = libraries.times_us([*graphs, *reads, *products])
         for row, us in zip(rows, times, strict=False):

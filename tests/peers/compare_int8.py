@@ -8,7 +8,7 @@
     python tests/peers/compare_int8.py gemm --shapes 4096x12288 --ms 1024
 
 Needs PyTorch, unlike the package. Shapes are KxN. Prints a Markdown table of microseconds per call: the median of 7
-replays of a CUDA graph of at least 20 calls, after 60 ms of warm-up replays; the graphs of w4a8 are replayed in turns.
+replays of a CUDA graph of at least 20 calls, after 60 ms of warm-up replays; those of w4a8 are replayed round-robin.
 The calls rotate over copies of the weight that exceed the L2 cache, at most 24. cuDNN uses its fastest algorithm
 (benchmark mode) and channels last.
 """
@@ -105,7 +105,7 @@ def ours(calls):
 
 
 def in_turns(*functions):
-    """Return the microseconds per call of each list of calls, whose graphs are replayed in turns."""
+    """Return the microseconds per call of each list of calls, whose graphs are replayed round-robin."""
     stream = cp.cuda.Stream(non_blocking=True)
     graphs = []
     cp.cuda.Device().synchronize()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the configuration that the cost models choose with the fastest one of all legal configurations.
 
-`compare.py --best N` measures N random cells in this way. All configurations are timed in turns, as sweep.py does; then
-the first choice and the FINALISTS fastest ones again, so that noise does not favour the fastest of many.
+`compare.py --best N` measures N random cells in this way. All configurations are timed round-robin, as sweep.py does;
+then the first choice and the FINALISTS fastest ones again, so that noise does not favour the fastest of many.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import random
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels import tuned
 from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.select import Candidate
 from cupy_awq.runtime.device import Device
 from tests.peers import sweep
 from tests.peers.random_problems import build
@@ -25,7 +24,7 @@ FINALISTS = 6
 """The number of the fastest configurations that are timed again."""
 
 Cell = tuple[int, int, int]
-"""The sizes (K, N, M) of a product."""
+"""The sizes (K, N, M) of a GEMM."""
 
 
 def sample(cells: list[Cell], count: int, seed: int) -> list[Cell]:
@@ -60,15 +59,13 @@ def measure(cell: Cell, stream: Any) -> dict[str, Any]:
     with stream:
         operation = sweep.Gemm(k, n, m)
         candidates = sweep.legal(operation.problem, WITHIN)
-        chosen = select.choose(operation.problem, sweep.gpu())
-        first = next(i for i, c in enumerate(candidates) if (c.family, c.config) == (chosen.family, chosen.config))
         times = sweep.times_us(operation, candidates, stream)
-        finalists = list(dict.fromkeys([first, *sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]))
+        finalists = list(dict.fromkeys([0, *sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]))
         us = sweep.times_us(operation, [candidates[i] for i in finalists], stream)
     best = min(range(len(us)), key=us.__getitem__)
 
-    def label(candidate: Candidate) -> str:
-        return f"{candidate.family.NAME}: {tuned.label(candidate.family, candidate.config)}"
+    def label(i: int) -> str:
+        return tuned.label(candidates[i].family, candidates[i].config)
 
     return {
         "k": k,
@@ -77,6 +74,6 @@ def measure(cell: Cell, stream: Any) -> dict[str, Any]:
         "legal": len(candidates),
         "first_us": round(us[0], 3),
         "best_us": round(us[best], 3),
-        "first": label(candidates[first]),
-        "best": label(candidates[finalists[best]]),
+        "first": label(0),
+        "best": label(finalists[best]),
     }

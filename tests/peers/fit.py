@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit the constants of the cost models of Hopper's kernels to times that sweep.py measured; needs no GPU.
 
-    python -m tests.peers.fit sweep.jsonl --models wgmma-32 --rows 17-32 --absolute 0.5
+    python -m tests.peers.fit sweep.jsonl --models wgmma-32 --rows 17-32 --absolute 0.3
     python -m tests.peers.fit sweep.jsonl other.jsonl --models mma --steps 30
     python -m tests.peers.fit sweep.jsonl --models mma wgmma large --choices --steps 80
     python -m tests.peers.fit fp8.jsonl --models w4a8-offsets fp8 --choices --steps 120 --rows 33-4096
 
-Prints the constants in the order of the dataclass that holds them, and sweep.py's table of the first choices of all
-kernels, before and after. Files of several GPUs give constants for all of them. The fit minimizes squared errors by
-Levenberg-Marquardt, in the logarithms of the constants. An error is log(estimate / time) minus its mean over the
-problem: the choice depends on the ratios of times within a problem, while the clock changes from problem to problem.
-The errors of the model's estimates themselves have the relative weight ``--absolute``, because ``x_dtype="auto"``
-compares them. A configuration x% slower than the fastest one of its problem has the weight exp(-x / 12) + 0.01. A
-constant of zero stays zero.
+Prints the constants in the order of the dataclass that holds them, and sweep.py's table of the first choices of the
+kernels in MODELS, before and after; other kernels are left out. Files of several GPUs give constants for all of them.
+
+The fit minimizes squared errors by Levenberg-Marquardt, in the logarithms of the constants. An error is log(estimate /
+time) minus its mean over the problem: the choice depends on the ratios of times within a problem, while the clock
+changes from problem to problem. The squared errors of the model's estimates themselves have the weight ``--absolute``,
+because ``x_dtype="auto"`` compares them. A configuration x% slower than the fastest one of its problem has the weight
+exp(-x / 12) + 0.01. A constant of zero stays zero.
 
 With ``--choices``, the constants, of mma only those for more than 8 rows, start halfway between the present ones and
 such a fit. Then Adam minimizes the expected logarithm of the time of the first choice over the fastest time, plus
-ERRORS times the mean square above, plus ABSOLUTE times that of log(estimate / time) of each model. The probability of a
-choice is a softmax of -log(estimate) at the temperature TEMPERATURE.
+ERRORS times the mean square above, plus ``--absolute`` times that of log(estimate / time) of each model. The
+probability of a choice is a softmax of -log(estimate) at the temperature TEMPERATURE.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ PRIOR = 0.03
 """The weight of the distance to the present constants, which keeps those that the times do not determine."""
 TEMPERATURE = 0.02
 """The error of log(estimate) that the expected time of a first choice assumes."""
-ERRORS, ABSOLUTE = 0.2, 0.2
-"""The weights of the mean square errors in the loss that ``--choices`` minimizes."""
+ERRORS = 0.2
+"""The weight of the mean square error in the loss that ``--choices`` minimizes."""
 RATE = 0.02
 """The learning rate of Adam at the start; it falls to 30% of this value."""
 
@@ -114,12 +115,13 @@ class Times:
         numbers: dict[Any, int] = {}
         found: dict[str, list[tuple[tuple[Any, Any, Device], float, int]]] = {model: [] for model in MODELS}
         for record in (json.loads(line) for path in paths for line in Path(path).read_text().splitlines()):
+            models = {name: model for name, model in MODELS.items() if record["family"] == model.family.NAME}
+            if not models:
+                continue
             problem, device = read_problem(record["problem"]), Device(**record["device"])
             if not low <= problem.m <= high:
                 continue
-            for name, model in MODELS.items():
-                if record["family"] != model.family.NAME:
-                    continue
+            for name, model in models.items():
                 config = model.config(**record["config"])
                 if model.serves(config, problem):
                     number = numbers.setdefault((problem, record["op"], device), len(numbers))
@@ -150,17 +152,17 @@ class Times:
         means = np.bincount(self.ids, self.weights * logarithms) / np.bincount(self.ids, self.weights)
         return np.sqrt(self.weights) * (logarithms - means[self.ids])
 
-    def loss(self, estimates: np.ndarray, models: Sequence[str]) -> float:
+    def loss(self, estimates: np.ndarray, models: Sequence[str], absolute: float) -> float:
         """Return the expected log(time of the first choice / fastest time) of a problem plus the weighted errors."""
         logarithms = np.log(estimates)
         least = np.full(self.ids.max() + 1, np.inf)
         np.minimum.at(least, self.ids, logarithms)
         chances = np.exp((least[self.ids] - logarithms) / TEMPERATURE)
         lost = np.bincount(self.ids, chances * np.log(self.us / self.best)) / np.bincount(self.ids, chances)
-        squares, absolute = self.errors(estimates) ** 2, 0.0
+        squares, own = self.errors(estimates) ** 2, 0.0
         for part in (self.parts[model] for model in models):
-            absolute += np.average(np.log(estimates[part] / self.us[part]) ** 2, weights=self.weights[part])
-        return float(lost.mean() + ERRORS * squares.sum() / self.weights.sum() + ABSOLUTE * absolute)
+            own += np.average(np.log(estimates[part] / self.us[part]) ** 2, weights=self.weights[part])
+        return float(lost.mean() + ERRORS * squares.sum() / self.weights.sum() + absolute * own)
 
     def first_choices(self, estimates: np.ndarray) -> Iterator[FirstChoice]:
         """Yield the first choice of each problem."""
@@ -225,7 +227,7 @@ def fit(times: Times, model: str, steps: int, absolute: float) -> Any:
 
     def residuals(change: np.ndarray) -> np.ndarray:
         estimates[part] = times.estimates(model, changed_by(change))
-        own = absolute * np.sqrt(times.weights[part]) * np.log(estimates[part] / times.us[part])
+        own = np.sqrt(absolute * times.weights[part]) * np.log(estimates[part] / times.us[part])
         return np.concatenate([times.errors(estimates), own, PRIOR * change])
 
     change, damping = np.zeros(free.sum()), 1e-2
@@ -271,7 +273,7 @@ def fit_choices(times: Times, models: Sequence[str], steps: int, absolute: float
     for step in range(steps):
         for model, values in at.items():
             set_estimates(estimates, model, values)
-        now = times.loss(estimates, models)
+        now = times.loss(estimates, models, absolute)
         print(f"step {step}: loss {now:.5f}", flush=True)
         changes = {}
         for model, values in at.items():
@@ -279,7 +281,7 @@ def fit_choices(times: Times, models: Sequence[str], steps: int, absolute: float
             for i in np.flatnonzero(is_free(model, costs[model])):
                 moved = estimates.copy()
                 set_estimates(moved, model, values + 1e-3 * (np.arange(len(values)) == i))
-                gradient[i] = (times.loss(moved, models) - now) / 1e-3
+                gradient[i] = (times.loss(moved, models, absolute) - now) / 1e-3
             first, second = (0.9 * means[model][0] + 0.1 * gradient, 0.98 * means[model][1] + 0.02 * gradient**2)
             means[model] = first, second
             size = np.sqrt(second / (1 - 0.98 ** (step + 1))) + 1e-6
@@ -302,7 +304,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
     parser.add_argument("--choices", action="store_true", help="fit for the time of the first choice")
     parser.add_argument("--steps", type=int, default=20, help="largest number of steps (default: %(default)s)")
-    parser.add_argument("--absolute", type=float, default=0.2, help="weight of absolute errors (default: %(default)s)")
+    parser.add_argument("--absolute", type=float, default=0.1, help="weight of absolute errors (default: %(default)s)")
     parser.add_argument("--rows", default="1-4096", help="range of M (default: %(default)s)")
     arguments = parser.parse_args()
     times = Times(arguments.files, *map(int, arguments.rows.split("-")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Median times of CUDA graphs that are replayed in turns on one stream, which is never idle."""
+"""Median times of CUDA graphs that are replayed round-robin on one stream, which is never idle."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def medians_us(
             marks.append(mark())
         return marks
 
-    begin = mark()
-    end = replay()[-1]
+    begin, end = replay()[-1], replay()[-1]
     end.synchronize()
     for _ in range(math.ceil(WARM_MS / elapsed_ms(begin, end))):
         last = replay()[-1]

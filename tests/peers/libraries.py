@@ -182,7 +182,7 @@ PEERS = {f.__name__: f for f in (fp16, fp16_tn, marlin, machete, fbgemm, ours)}
 
 
 def capture(calls, length):
-    """Return the graph of `length` calls in turns; each call has an output of its own."""
+    """Return the graph of `length` calls, round-robin; each call has an output of its own."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(STREAM):
         graph.capture_begin(pool=_anchor.pool(), capture_error_mode="relaxed")

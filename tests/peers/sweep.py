@@ -10,10 +10,11 @@ Each line of the file is one configuration: op, device, problem, family, config,
 model). Files of several GPUs may be joined. The table that follows has, by GPU and M, the mean and the largest time of
 first choices over that of the fastest configuration, the mean by its duration, and modelled over measured times.
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
-images, and their M counts pixels. Weights and x rotate over copies of more than 170 MB in total, so that they come from
-HBM. The CUDA graphs of all configurations of a problem, of about 240 us each, are replayed in turns, as interleave.py
-does, so that each runs at the clock that the power of all permits. Kernels are compiled by one process per core while
-others are timed. The file holds whole problems only.
+images, and their M counts pixels. Weights, and x of a W4A16 GEMM, rotate over copies of more than 170 MB in total, so
+that they come from HBM; small weights of a convolution over 24 copies. The CUDA graphs of all configurations of a
+problem, of about 240 us each, are replayed round-robin, as interleave.py does, so that each runs at the clock that the
+power of all permits. Kernels are compiled by a process per core but one while others are timed. The file holds whole
+problems only.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ MOST_CHECKED = 1 << 22
 """The largest number of elements of y that are compared."""
 GRAPH_US = 240.0
 """The approximate time of a graph in microseconds."""
-MAX_CALLS = 80
-"""The largest number of launches per graph."""
 ROW_RANGES = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 1024), (1025, math.inf))
 """The ranges of M of a table of first choices; most have cost constants of their own."""
 DURATIONS_US = (6.0, 20.0)
 """The durations of the fastest configurations by which a table of first choices has columns, in microseconds."""
 
 Buffers = dict[str, Any]
+Bound = tuple[Any, tuple[int, ...]]
+"""A launcher and the addresses of its buffers."""
 
 
 def packed_weight(k: int, n: int) -> PackedWeight:
@@ -98,9 +99,9 @@ class Gemm:
         assert isinstance(weight, RepackedWeight)
         fields = {"scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
         self.problem = Problem(m, n, k, 128, has_awq_layout=False, repacked=True, **fields)
-        self.count = copies(weight.repacked.nbytes)
-        weights = [weight.repacked.copy() for _ in range(self.count)]
-        xs = [activations(m, k) for _ in range(copies(m * k * 2, self.count))]
+        count = copies(weight.repacked.nbytes)
+        weights = [weight.repacked.copy() for _ in range(count)]
+        xs = [activations(m, k) for _ in range(copies(m * k * 2, count))]
         ys = [cupy.empty((m, n), cupy.float16) for _ in xs]
         parts = zip(weights, itertools.cycle(xs), itertools.cycle(ys), strict=False)
         self._buffers = [{"weight": w, "x": x, "y": y, "bias": None, "residual": None} for w, x, y in parts]
@@ -116,7 +117,6 @@ class Recorded:
 
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         self._calls = calls
-        self.count = len(calls)
         with select.recorded() as choices:
             calls[0]()
         self.problem = choices[-1].problem
@@ -140,13 +140,12 @@ class Recorded:
         return found
 
 
-def w4a8(rng: random.Random, m: int, kind: str) -> Recorded:
+def w4a8(kind: str, k: int, n: int, m: int) -> Recorded:
     """Return `gemm_int8` with blocks of 128 or one scale per row ("rows"), or `linear_fp8` without its quantization."""
     import cupy
 
     import cupy_awq
 
-    k, n = shape(rng)
     packed = packed_weight(k, n)
     weights = [
         from_packed(PackedWeight(packed.qweight.copy(), packed.scales, packed.qzeros)) for _ in range(copies(k * n / 2))
@@ -178,13 +177,11 @@ def conv2d(rng: random.Random, m: int) -> Recorded:
     return Recorded([lambda w=w: cupy_awq.conv2d(x, w, layout="NHWC", out=y) for w in weights])
 
 
-OPERATIONS: dict[str, Callable[[random.Random, int], Any]] = {
-    "gemm": lambda rng, m: Gemm(*shape(rng), m),
-    "gemm_int8": lambda rng, m: w4a8(rng, m, "gemm_int8"),
-    "gemm_int8_rows": lambda rng, m: w4a8(rng, m, "gemm_int8_rows"),
-    "linear_fp8": lambda rng, m: w4a8(rng, m, "linear_fp8"),
-    "conv2d": conv2d,
+GEMMS: dict[str, Callable[[int, int, int], Any]] = {
+    "gemm": Gemm,
+    **{kind: functools.partial(w4a8, kind) for kind in ("gemm_int8", "gemm_int8_rows", "linear_fp8")},
 }
+"""The GEMMs of sizes (K, N, M), by the name of the operation."""
 
 
 def gpu() -> Any:
@@ -194,43 +191,39 @@ def gpu() -> Any:
     return device.current()
 
 
-def capture(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float) -> tuple[Any, int]:
-    """Return a CUDA graph of launches in turns, which takes about GRAPH_US, and the number of launches."""
+def bind(launches: list[tuple[Any, Buffers]], stream: Any) -> list[Bound]:
+    """Return the launcher of each launch and the addresses of its buffers."""
     begin = workspace_address(0, stream.ptr)
-    offsets = {"counters": begin, "partials": begin + COUNTER_BYTES}
+    workspace = {"counters": begin, "partials": begin + COUNTER_BYTES}
 
     def address(name: str, buffers: Buffers) -> int:
-        if name in offsets:
-            return offsets[name]
+        if name in workspace:
+            return workspace[name]
         return 0 if buffers[name] is None else int(buffers[name].data.ptr)
 
-    ready = [
-        (get_launcher(plan, 0), tuple(address(name, buffers) for name in get_launcher(plan, 0).buffers))
-        for plan, buffers in launches
-    ]
-    ready[0][0](ready[0][1], stream.ptr)
-    length = max(2, min(MAX_CALLS, math.ceil(GRAPH_US / estimate_us)))
+    found = []
+    for plan, buffers in launches:
+        launcher = get_launcher(plan, 0)
+        found.append((launcher, tuple(address(name, buffers) for name in launcher.buffers)))
+    return found
+
+
+def capture(bound: list[Bound], stream: Any, estimate_us: float) -> Graph:
+    """Return a CUDA graph of launches, one after the other and from the start again, which takes about GRAPH_US."""
+    length = max(2, math.ceil(GRAPH_US / estimate_us))
     stream.begin_capture()
-    for launcher, pointers in itertools.islice(itertools.cycle(ready), length):
+    for launcher, pointers in itertools.islice(itertools.cycle(bound), length):
         launcher(pointers, stream.ptr)
-    return stream.end_capture(), length
+    return Graph(functools.partial(stream.end_capture().launch, stream), length)
 
 
-def error(launches: list[tuple[Any, Buffers]], stream: Any, expected: Any) -> tuple[float, Any]:
-    """Return the relative difference of the first launch's y from ``expected`` (None: 0), and y."""
+def error(bound: Bound, y: Any, stream: Any, expected: Any) -> tuple[float, Any]:
+    """Return the relative difference of a launch's ``y`` from ``expected`` (None: 0), and y."""
     import cupy
 
-    plan, buffers = launches[0]
-    y = buffers["y"]
+    launcher, pointers = bound
     y.fill(math.nan)
-    begin = workspace_address(0, stream.ptr)
-    launcher = get_launcher(plan, 0)
-    addresses = {"counters": begin, "partials": begin + COUNTER_BYTES}
-    pointers = (
-        addresses[name] if name in addresses else 0 if buffers[name] is None else buffers[name].data.ptr
-        for name in launcher.buffers
-    )
-    launcher(tuple(pointers), stream.ptr)
+    launcher(pointers, stream.ptr)
     found = y.ravel()[:MOST_CHECKED].astype(cupy.float32)
     if expected is None:
         return (0.0 if bool(cupy.isfinite(found).all()) else math.nan), found
@@ -246,7 +239,8 @@ def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> li
     for i, candidate in enumerate(candidates):
         launches = operation.launches(candidate)
         try:
-            difference, y = error(launches, stream, expected)
+            bound = bind(launches, stream)
+            difference, y = error(bound[0], launches[0][1]["y"], stream, expected)
         except RuntimeError as failure:
             print(f"{failure}: {operation.problem} {candidate.config}", flush=True)
             continue
@@ -254,8 +248,7 @@ def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> li
             print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
             continue
         expected = y if expected is None else expected
-        graph, length = capture(launches, stream, candidate.us)
-        graphs[i] = Graph(functools.partial(graph.launch, stream), length)
+        graphs[i] = capture(bound, stream, candidate.us)
     found = [math.inf] * len(candidates)
     if graphs:
         medians = medians_us(list(graphs.values()), stream.record, cupy.cuda.get_elapsed_time)
@@ -265,14 +258,14 @@ def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> li
 
 
 def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
-    """Return a random operation whose problem takes at most MAX_FLOPS operations."""
+    """Return a random operation; a GEMM takes at most MAX_FLOPS operations."""
     while True:
         m = round(log_uniform(rng, low, high))
-        state = rng.getstate()
+        if op == "conv2d":
+            return conv2d(rng, m)
         k, n = shape(rng)
-        if op == "conv2d" or 2.0 * m * k * n <= MAX_FLOPS:
-            rng.setstate(state)
-            return OPERATIONS[op](rng, m)
+        if 2.0 * m * k * n <= MAX_FLOPS:
+            return GEMMS[op](k, n, m)
 
 
 def legal(problem: Any, within: float) -> list[Candidate]:
@@ -389,7 +382,7 @@ def table(choices: list[FirstChoice]) -> str:
 def main() -> None:
     """Measure and write the file, or summarize one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=OPERATIONS, default="gemm")
+    parser.add_argument("--op", choices=[*GEMMS, "conv2d"], default="gemm")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", default=f"{ROWS[0]}-{ROWS[1]}", help="range of M (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60)
