@@ -159,7 +159,7 @@ def test_the_command_stores_the_fastest_configurations(
         "cupy_awq.runtime.workspace.workspace_address": lambda index, stream: 0,
         "cupy_awq.linear.repack": lambda weight: RepackedWeight(weight, np.empty(1, np.uint8), 0, False),
         "cupy_awq.ops.repack.RepackedWeight.without_original": lambda weight: weight,  # unfused GEMMs run in NumPy
-        "cupy_awq.tools.autotune.compile_all": lambda plans: None,
+        "cupy_awq.tools.autotune.build_kernels": lambda plans: None,
     }.items():
         monkeypatch.setattr(name, value)
     monkeypatch.setattr(CudaOps, "run", lambda ops, plan, **arrays: stream.run(plan))
@@ -187,8 +187,8 @@ def test_the_command_stores_the_fastest_configurations(
     ("arguments", "message"),
     [
         (["--m", "1,33"], "--m: expected at most 32 sequences with --model, got 33"),
-        (["--op", "conv2d"], "tune: --model takes no --op or --group-size"),
-        (["--group-size", "64"], "tune: --model takes no --op or --group-size"),
+        (["--op", "conv2d", "--image", "14"], "tune: --model takes no --op, --image"),
+        (["--group-size", "64"], "tune: --model takes no --group-size"),
         (["--model", "qwen9"], "qwen9: expected a file, a folder or one of smollm2, qwen3-8b, qwen3-0.6b, "),
     ],
 )

@@ -53,7 +53,13 @@ def test_the_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
 
 def test_bench_prints_the_speed_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     row = speed.Speed("tiny", 1, 1024, 0.5, 0.002, 5 * 10**9)
-    monkeypatch.setattr(speed, "measure", lambda name, progress: [row])
+    seen: list[tuple[int, ...]] = []
+
+    def measure(name: str, batches: tuple[int, ...], progress: object) -> list[speed.Speed]:
+        seen.append(batches)
+        return [row]
+
+    monkeypatch.setattr(speed, "measure", measure)
     assert main(["bench", "--model", "tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step_bytes"] == 5 * 10**9
     assert main(["bench", "--model", "tiny"]) == 0
@@ -62,7 +68,9 @@ def test_bench_prints_the_speed_of_a_model(monkeypatch: pytest.MonkeyPatch, caps
         assert main(wrong) == 2
         assert "expected shapes KxN or a --model" in capsys.readouterr().err
     assert main(["bench", "--model", "tiny", "--dtype", "bfloat16"]) == 2
-    assert "--model takes no --kernel" in capsys.readouterr().err
+    assert "--model takes no --dtype" in capsys.readouterr().err
+    assert main(["bench", "--model", "tiny", "--m", "1,4"]) == 0
+    assert seen == [speed.BATCHES, speed.BATCHES, (1, 4)]
 
 
 def test_an_unknown_model_is_refused_with_the_known_names() -> None:

@@ -152,25 +152,32 @@ def read(path: Path) -> Table:
         ValueError: the file is not a table.
     """
     content = cache.read(path)
-    if content is None:
-        return {}
+    return {} if content is None else _parse(content, path)
+
+
+def _parse(content: bytes, path: Path) -> Table:
     try:
         found = json.loads(content)
-        is_table = all(isinstance(text, str) for entries in found.values() for text in entries.values())
+        entries = [entry for table in found.values() for entry in table.items()]
+        is_table = all(m.isdecimal() and isinstance(text, str) for m, text in entries)
     except (ValueError, AttributeError, RecursionError):
         is_table = False
     if not is_table:
-        raise ValueError(
-            f"{path}: expected a table of tuned configurations; remove it, or run python -m cupy_awq tune again"
-        )
+        raise ValueError(f"{path}: expected a table of tuned configurations, got other content; remove the file")
     return dict(found)
 
 
 def write(device: Device, table: Table) -> Path:
     """Add the entries of ``table`` to the user's table of a GPU and return the path of the file.
 
-    The entries are used by processes that start later.
+    The entries are used by processes that start later. Several processes may write at the same time.
+
+    Raises:
+        OSError: the existing table cannot be read, or the folder is not writable.
+        ValueError: the existing file is not a table.
     """
     path = user_folder() / file_name(device)
-    cache.write(path, (json.dumps(merge(read(path), table), indent=1) + "\n").encode())
+    with cache.locked(path.parent):
+        present = _parse(path.read_bytes(), path) if path.exists() else {}
+        cache.write(path, (json.dumps(merge(present, table), indent=1) + "\n").encode())
     return path

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from cupy_awq import atomic
@@ -23,14 +25,15 @@ def folder() -> Path:
 
     The user cache folder is ``$XDG_CACHE_HOME`` or ``~/.cache``, and ``%LOCALAPPDATA%`` on Windows.
     """
-    if chosen := os.environ.get(VARIABLE):
-        return Path(chosen)
-    if sys.platform == "win32":
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        base = chosen
+    elif sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path(base).expanduser() / "cupy_awq"
+        return Path(base).expanduser() / ("" if chosen else "cupy_awq")
     except RuntimeError:  # The user has no home folder; below the null device, every read and write fails.
         return Path(os.devnull) / "cupy_awq"
 
@@ -47,6 +50,27 @@ def read(path: Path) -> bytes | None:
     except OSError as error:
         _warn(error)
         return None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in this context for ``folder``, which is created if missing; not on Windows.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":  # which has no locks of folders
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, content: bytes) -> None:

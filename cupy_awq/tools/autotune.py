@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,17 +53,21 @@ class Row:
 
 def run(
     op: str, shapes: Sequence[Shape], ms: Sequence[int], settings: Settings, tries: int, progress: Callable[[str], None]
-) -> list[Row]:
-    """Return the fastest of the ``tries`` configurations with the lowest modelled times, for every shape and M.
+) -> Iterator[Row]:
+    """Yield the fastest of the ``tries`` configurations with the lowest modelled times, for every shape and M.
 
     ``settings.cached`` must be False. ``progress`` is a callback that receives a line of text before each step.
+
+    Raises:
+        ValueError: a shape is not supported, or ``CUPY_AWQ_ARCH`` is set, with which no tuned configuration is used.
     """
     make, device = OPERATIONS[op], settings.device
     for shape in shapes:
         make.check(shape, settings)
-    rows = []
+    gpu = devices.of(device)
+    if gpu.arch != gpu.native:
+        raise ValueError(f"tune: expected kernels for sm_{gpu.native}, got CUPY_AWQ_ARCH={gpu.arch}")
     with placement.use_device(device):
-        gpu = devices.of(device)
         for shape in shapes:
             progress(f"{shape[0]}x{shape[1]}: random weight")
             operation = make(shape, settings)
@@ -71,12 +75,12 @@ def run(
             problems = {m: _problem(operation, m) for m in tuned_ms}
             trials = {m: ranked(problem, gpu, tries) for m, problem in problems.items()}
             progress(f"{operation.label}: compiling")
-            compile_all([c.family.plan(c.config, problems[m], gpu) for m in tuned_ms for c in trials[m]])
+            build_kernels([c.family.plan(c.config, problems[m], gpu) for m in tuned_ms for c in trials[m]])
             for m in tuned_ms:
                 progress(f"{operation.label}: M={m}")
-                best, times = fastest([_timer(operation, m, candidate) for candidate in trials[m]])
-                rows.append(Row(_key(problems[m]), trials[m][best], times[best], times[0], len(times)))
-    return rows
+                calls = operation.calls(m)
+                best, times = fastest([_timer(calls, candidate) for candidate in trials[m]])
+                yield Row(_key(problems[m]), trials[m][best], times[best], times[0], len(times))
 
 
 def _problem(operation: Operation, m: int) -> KernelProblem:
@@ -104,15 +108,14 @@ def ranked(problem: KernelProblem, gpu: devices.Device, tries: int) -> list[Cand
     return sorted(legal, key=lambda candidate: candidate.us)[:tries]
 
 
-def compile_all(plans: Sequence[LaunchPlan]) -> None:
+def build_kernels(plans: Sequence[LaunchPlan]) -> None:
     """Compile the kernels of the plans with one thread per core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda plan: compiler.build(plan.kernel), plans))
 
 
-def _timer(operation: Operation, m: int, candidate: Candidate) -> Callable[[], float]:
-    """Return a function that returns the time of the operation with one configuration, in microseconds."""
-    calls = operation.calls(m)
+def _timer(calls: Sequence[timing.Call], candidate: Candidate) -> Callable[[], float]:
+    """Return a function that returns the time of the calls with one configuration, in microseconds."""
 
     def time_calls() -> float:
         with select.forced(candidate):
@@ -147,13 +150,10 @@ def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
     return live[0], [median(index) for index in range(len(timers))]
 
 
-def keep(rows: Sequence[Row], device: int) -> Path:
-    """Add the configurations to the user's tuning table, which each process reads once; return its path."""
-    found: tuned.Table = {}
-    for row in rows:
-        label = tuned.label(row.best.family, row.best.config)
-        found.setdefault(row.key.shapes[0], {})[str(row.key.tuned_m)] = tuned.entry(label, row.us)
-    return tuned.write(devices.of(device), found)
+def keep(row: Row, device: int) -> Path:
+    """Add a configuration to the user's tuning table, which each process reads once; return the table's path."""
+    text = tuned.entry(tuned.label(row.best.family, row.best.config), row.us)
+    return tuned.write(devices.of(device), {row.key.shapes[0]: {str(row.key.tuned_m): text}})
 
 
 def render(rows: Sequence[Row]) -> str:

@@ -43,6 +43,8 @@ SHAPES = {
 _POOL_BYTES = 1 << 24
 """The size in bytes of the random data of a synthetic model, which is repeated to fill all weights."""
 
+BATCHES = (1, 16)
+"""The default batch sizes of `measure`."""
 WARM_UP_STEPS = 3
 """The number of warm-up decode steps: an eager step, the step that captures the CUDA graph, and a graph launch."""
 
@@ -122,7 +124,7 @@ def _no_tokenizer() -> NoReturn:
 def measure(
     name: str,
     *,
-    batches: tuple[int, ...] = (1, 16),
+    batches: tuple[int, ...] = BATCHES,
     prompt_tokens: int = 1024,
     steps: int = 32,
     index: int | None = None,

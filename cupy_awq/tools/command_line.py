@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16", "float32")
 OPS = ("gemm", "gemm_int8", "conv2d")
+MS = [1, 16, 64]
+"""The default values of M of `bench` and `explain`."""
+OPERATION_OPTIONS = ("op", "dtype", "group_size", "image", "window")
+"""The options of an operation on random weights, which do not apply to a --model."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model qwen3-8b",
     ]
     bench = command("bench", _bench, "time an operation for the shapes of your layers", BENCH, examples)
-    _add_operation(bench, nargs="*", ms=[1, 16, 64])
+    _add_operation(bench, nargs="*", ms=",".join(map(str, MS)))
     _add_dtype(bench)
     bench.add_argument(
         "--kernel", metavar="NAME", help="gemm: force this kernel for the AWQ layout (default: AwqLinear selects one)"
@@ -123,7 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--model",
         metavar="NAME",
-        help="time a model with random weights, such as qwen3-8b, after a prompt of 1024 tokens",
+        help="time a model with random weights, such as qwen3-8b, after a prompt of 1024 tokens, for --m sequences"
+        " (default: 1,16)",
     )
 
     examples = [
@@ -133,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model Qwen3-8B-AWQ/ --m 1,4",
     ]
     tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, examples)
-    _add_operation(tune, nargs="*", ms=None)
+    _add_operation(tune, nargs="*", ms="the powers of two up to 4096; conv2d: to 32")
     tune.add_argument(
         "--tries", metavar="T", type=int, help="configurations to time per shape and M (default: 12; 60 with --model)"
     )
@@ -145,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     examples = ["--arch 90a", "--arch 80 --arch 89", "--arch 90a --batch-invariant"]
-    compile_ = command("compile", _compile, "compile every kernel, without a GPU", COMPILE, examples)
+    compile_ = command("compile", _compile, "compile the kernels of common layers, without a GPU", COMPILE, examples)
     compile_.add_argument(
         "--arch", metavar="ARCH", action="append", required=True, help="compute capability: 75, 90a, ...; repeatable"
     )
@@ -158,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         "64x256 --op conv2d --image 14 --arch 90",
     ]
     explain = command("explain", _explain, "print each kernel's time, or why it is not legal", EXPLAIN, examples)
-    _add_operation(explain, nargs="+", ms=[1, 16, 64])
+    _add_operation(explain, nargs="+", ms=",".join(map(str, MS)))
     _add_dtype(explain)
     explain.add_argument(
         "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: that of the current GPU)"
@@ -184,32 +189,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | None) -> None:
-    """Add the arguments for the operation and its sizes to ``parser``."""
+def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: str) -> None:
+    """Add the arguments for the operation and its sizes to ``parser``; ``ms`` describes the default of --m."""
     parser.add_argument(
         "shapes", metavar="KxN", nargs=nargs, type=_shape, help="shape of W: in features x out features, as 4096x12288"
     )
-    default = "the powers of two up to 4096; conv2d: to 32" if ms is None else ",".join(map(str, ms))
-    parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
+    parser.add_argument("--m", metavar="M,M,...", type=_counts, help=f"rows of x (default: {ms})")
     parser.add_argument(
-        "--group-size",
-        metavar="G",
-        type=int,
-        default=128,
-        help="rows of W per group, -1 for K (default: 128); not for conv2d",
+        "--group-size", metavar="G", type=int, help="gemm, gemm_int8: rows of W per group, -1 for K (default: 128)"
     )
     parser.add_argument(
         "--op",
         choices=OPS,
-        default="gemm",
         help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images",
     )
-    parser.add_argument("--image", metavar="S", type=int, default=56, help="conv2d: S x S pixels (default: 56)")
-    parser.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: S x S filter (default: 3)")
+    parser.add_argument("--image", metavar="S", type=int, help="conv2d: S x S pixels (default: 56)")
+    parser.add_argument("--window", metavar="S", type=int, help="conv2d: S x S filter (default: 3)")
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="dtype of x (default: float16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of x (default: float16); not for conv2d")
 
 
 DEMO = """
@@ -245,15 +244,16 @@ are timed in steps of the model's first layers with 1024 cached tokens per seque
 COMPILE = """
 
 Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), for example of a container
-image. Prints registers, shared memory and local memory. The exit code is 1 if a kernel
-uses local memory (spilled registers, arrays indexed at run time) or if the compiler
-serializes its wgmma instructions."""
+image. Kernels with a bias, a residual or an activation, for symmetric weights, other
+shapes or other M are compiled at first use. Prints registers, shared memory and local
+memory. The exit code is 1 if a kernel uses local memory (spilled registers, arrays
+indexed at run time) or if the compiler serializes its wgmma instructions."""
 
 EXPLAIN = """
 
 "->" marks the kernel that is chosen. Its time is "measured" if `tune` recorded it for
-this GPU model; all others are "modelled" by the kernel's cost model. The last line
-states whether the cost models or a table of tuned configurations determined the choice."""
+this GPU model; all others are "modelled" by the kernel's cost model. The line "chosen"
+says whether the cost models or a table of tuned configurations determined the choice."""
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -302,8 +302,9 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected shapes KxN or a --model")
     if args.model is not None:
         return _bench_model(args)
-    if args.op != "gemm" and (args.kernel or args.plan or args.batch_invariant or args.dtype != "float16"):
-        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan, --batch-invariant or --dtype")
+    op = _operation(args, "bench")
+    if op != "gemm":
+        _refuse(args, f"bench: --op {op}", "dtype")
     if args.kernel and args.batch_invariant:
         raise ValueError("bench: expected --kernel or --batch-invariant, got both")
     figure = bench.new_figure() if args.plot else None  # raises before the benchmark if matplotlib is missing
@@ -312,27 +313,46 @@ def _bench(args: argparse.Namespace) -> int:
     device = placement.resolve()
     options = {"kernel": args.kernel, "planned": args.plan, "batch_invariant": args.batch_invariant}
     settings = _settings(args, device, dtype=args.dtype, **options)
-    rows, ceilings = bench.run(args.op, args.shapes, args.m, settings, lambda text: _progress("bench", text))
+    rows, ceilings = bench.run(op, args.shapes, args.m or MS, settings, lambda text: _progress("bench", text))
     if figure:
         bench.draw(figure, rows, placement.device_name(device))
         figure.savefig(args.plot)
     return _print(bench.to_json(rows, ceilings, device), bench.render(rows, ceilings, device), args.json)
 
 
+def _operation(args: argparse.Namespace, command: str) -> str:
+    """Return the operation; raise ValueError for options that are not for this operation."""
+    op: str = args.op or "gemm"
+    others = ("group_size", "dtype") if op == "conv2d" else ("image", "window")
+    only_gemm = () if op == "gemm" else ("kernel", "plan", "batch_invariant", "layer", "order")
+    _refuse(args, f"{command}: --op {op}", *others, *only_gemm)
+    return op
+
+
+def _refuse(args: argparse.Namespace, case: str, *names: str) -> None:
+    """Raise ValueError if an option with one of these names is given; options that the command lacks are not."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
+    if given:
+        raise ValueError(f"{case} takes no {', '.join(given)}")
+
+
 def _settings(args: argparse.Namespace, device: int, **options: Any) -> Settings:
     from cupy_awq.tools.operations import Settings
 
-    return Settings(device, group_size=args.group_size, image=args.image, window=args.window, **options)
+    options |= {name: getattr(args, name) for name in ("group_size", "image", "window")}
+    return Settings(device, **{name: value for name, value in options.items() if value is not None})
 
 
 def _bench_model(args: argparse.Namespace) -> int:
     from cupy_awq.tools import bench_llm as speed
     from cupy_awq.tools.table import render
 
-    given = args.kernel or args.plan or args.batch_invariant or args.plot
-    if given or args.dtype != "float16" or args.op != "gemm":
-        raise ValueError("bench: --model takes no --kernel, --plan, --batch-invariant, --plot, --dtype or --op")
-    rows = speed.measure(args.model, progress=lambda done, total: _progress("bench", f"layer {done} of {total}"))
+    _refuse(args, "bench: --model", *("kernel", "plan", "batch_invariant", "plot"), *OPERATION_OPTIONS)
+    rows = speed.measure(
+        args.model,
+        batches=tuple(args.m or speed.BATCHES),
+        progress=lambda done, total: _progress("bench", f"layer {done} of {total}"),
+    )
     lines = [
         [
             f"{row.model} x {row.batch}",
@@ -363,20 +383,22 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
     if args.model is not None:
         return _tune_model(args, device)
-    ms = args.m or [1 << i for i in range(6 if args.op == "conv2d" else 13)]
+    op = _operation(args, "tune")
+    ms = args.m or [1 << i for i in range(6 if op == "conv2d" else 13)]
     settings = _settings(args, device, cached=False)
-    tries = args.tries or 12
-    rows = autotune.run(args.op, args.shapes, ms, settings, tries, progress=lambda text: _progress("tune", text))
+    tries, rows, path = args.tries or 12, [], None
+    for row in autotune.run(op, args.shapes, ms, settings, tries, progress=lambda text: _progress("tune", text)):
+        rows.append(row)
+        path = autotune.keep(row, device)
     print(autotune.render(rows))
-    print(f"stored in {autotune.keep(rows, device)}")
+    print(f"stored in {path}")
     return 0
 
 
 def _tune_model(args: argparse.Namespace, device: int) -> int:
     from cupy_awq.tools import decode_tuning
 
-    if args.op != "gemm" or args.group_size != 128:
-        raise ValueError("tune: --model takes no --op or --group-size")
+    _refuse(args, "tune: --model", *OPERATION_OPTIONS)
     steps, path = [], None
     for step in decode_tuning.run(
         args.model,
@@ -400,22 +422,24 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    if args.op != "gemm":
-        return _explain_problem(args)
-    options = {"arch": args.arch, "layer": args.layer, "order": args.order, "batch_invariant": args.batch_invariant}
-    tables = [cupy_awq.explain(m, k, n, args.group_size, args.dtype, **options) for k, n in args.shapes for m in args.m]
-    print("\n\n".join(tables))
+    op = _operation(args, "explain")
+    cases = [(m, k, n) for k, n in args.shapes for m in args.m or MS]
+    if op != "gemm":
+        return _explain_problem(args, op, cases)
+    names = ("group_size", "dtype", "arch", "layer", "order", "batch_invariant")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    print("\n\n".join(cupy_awq.explain(*case, **options) for case in cases))
     return 0
 
 
-def _explain_problem(args: argparse.Namespace) -> int:
-    """Print the explanation for an operation other than gemm, assuming contiguous arrays."""
+def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, int, int]]) -> int:
+    """Print the explanation of (M, K, N) for an operation other than gemm, assuming contiguous arrays."""
     from cupy_awq.kernels import select
     from cupy_awq.runtime import device
     from cupy_awq.tools.operations import typical_problem
 
     settings = _settings(args, HOST, dtype=args.dtype)
     gpu = device.nominal(args.arch) if args.arch is not None else device.current_or_nominal()
-    problems = [typical_problem(args.op, shape, m, settings) for shape in args.shapes for m in args.m]
+    problems = [typical_problem(op, (k, n), m, settings) for m, k, n in cases]
     print("\n\n".join(select.explain(problem, gpu) for problem in problems))
     return 0

@@ -117,7 +117,7 @@ def _tune(model: Model, ops: CudaOps, sequences: int, tries: int, progress: Call
     }
     trials = {shape: autotune.ranked(choice.problem, gpu, tries) for shape, choice in choices.items()}
     report("compiling")
-    autotune.compile_all(
+    autotune.build_kernels(
         [c.family.plan(c.config, choices[shape].problem, gpu) for shape, some in trials.items() for c in some]
     )
     best = search(step.timer, present, trials, report)
