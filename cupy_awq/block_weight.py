@@ -211,7 +211,7 @@ def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
     """Convert an AWQ weight [K, N] to a block-quantized weight [N, 1, 1, K] with the same values; groups become blocks.
 
     The codes are not copied but shared. Scales and offsets become float32, in which (8 - zero) * scale is exact. A
-    float offset o becomes o + 8 * scale, rounded to float32.
+    float offset o becomes o + 8 * scale, rounded to float32. On a GPU, the function synchronizes the current stream.
 
     Raises:
         TypeError: ``weight`` is not a `PackedWeight`.
@@ -231,6 +231,7 @@ def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
         offset = weight.qzeros.T.astype(np.float32) + 8 * scale
     block_weight = object.__new__(BlockQuantizedWeight)
     block_weight._set(weight.qweight, (n, 1, 1, k), scale, offset, 4, weight.group_size, weight.spec.device)
+    _synchronize(xp)
     return block_weight
 
 
@@ -275,6 +276,11 @@ def _packed(codes: Array) -> Array:
     columns = xp.zeros((codes.size // outputs, -(-outputs // 8) * 8), np.uint8)
     columns[:, :outputs] = codes.reshape(outputs, -1).T
     words = pack_int4(columns)
-    if xp is not np:
-        xp.cuda.get_current_stream().synchronize()  # other streams may read the weight without synchronizing
+    _synchronize(xp)
     return words
+
+
+def _synchronize(xp: Any) -> None:
+    """Wait for the current stream of CuPy, because other streams may read the weight without synchronizing."""
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -24,6 +26,7 @@ from cupy_awq import (
     linear_int8,
     quantize_activations,
 )
+from cupy_awq.ops import execute
 from cupy_awq.tools.testing import random_weight as random_awq
 from tests.block_weights import float64_values, naive_conv, random_weight
 from tests.test_reference import float64_weight
@@ -312,3 +315,35 @@ def test_linear_int8_stays_within_its_documented_error_bound(seed: int, spread: 
     assert (error <= 1.001 * size + 1e-5).all()
     assert error.max() > 0.02 * size.max()  # the bound is not vacuous
     assert linear_int8(x.astype(np.float16), weight, activation="relu").dtype == np.float16
+
+
+def test_a_layout_is_complete_before_another_thread_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread waits while the first one waits for its stream; an error of the first one leaves no layout."""
+    cupy = pytest.importorskip("cupy")
+    weight = random_weight(np.random.default_rng(0), (8, 1, 1, 32), 32)
+    synchronizing, may_finish, seen = threading.Event(), threading.Event(), []
+
+    def synchronize() -> None:
+        synchronizing.set()
+        assert may_finish.wait(10)
+        seen.append("complete")
+
+    def read() -> None:
+        execute.weight_buffers(choice, weight, problem)
+        seen.append("read")
+
+    family = SimpleNamespace(prepare_weight=lambda weight, problem: {"weight": weight.layout("key", lambda: 1)})
+    choice: Any = SimpleNamespace(family=family)
+    problem: Any = None
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: SimpleNamespace(synchronize=synchronize))
+    first, second = threading.Thread(target=read), threading.Thread(target=read)
+    first.start()
+    assert synchronizing.wait(10)
+    second.start()
+    second.join(0.1)
+    assert seen == []
+    may_finish.set()
+    first.join()
+    second.join()
+    assert seen[0] == "complete"
+    assert seen.count("read") == 2

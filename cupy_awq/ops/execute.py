@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from cupy_awq.runtime.arrays import address
 from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
+
+_layouts_lock = threading.Lock()
+"""The lock that is held until a new layout of a weight is complete, so that no other thread reads it before."""
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
@@ -38,17 +42,18 @@ def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: Kernel
     """
     import cupy
 
-    known = set(weight.layouts)
-    try:
-        family: Any = choice.family  # The protocol `Family` lacks prepare_weight, since some families have no weight.
-        buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
-        if len(weight.layouts) > len(known):
-            cupy.cuda.get_current_stream().synchronize()
-    except BaseException:
-        for key in set(weight.layouts) - known:
-            del weight.layouts[key]
-        raise
-    return buffers
+    with _layouts_lock:
+        known = set(weight.layouts)
+        try:
+            family: Any = choice.family  # The protocol `Family` lacks prepare_weight; some families have no weight.
+            buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
+            if len(weight.layouts) > len(known):
+                cupy.cuda.get_current_stream().synchronize()
+        except BaseException:
+            for key in set(weight.layouts) - known:
+                del weight.layouts[key]
+            raise
+        return buffers
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:

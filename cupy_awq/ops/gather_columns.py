@@ -33,7 +33,7 @@ class ActivationOrder:
         """Validate and copy ``order``; see `check_order`.
 
         Kernels may read ``short`` before the preceding kernel finishes (PDL), so the stream must be synchronized before
-        the first launch. The constructor of `AwqLinear` calls `repack` afterwards, which synchronizes.
+        the first launch. Where kernels read it, the constructor of `AwqLinear` calls `repack` afterwards, which does.
         """
         columns = check_order(order, k, index)
         with placement.use_device(index):

@@ -63,12 +63,6 @@ class Binary:
     newly_compiled: bool
 
 
-def _check(status: Any, function: str) -> None:
-    """Raise RuntimeError if ``status``, which the NVRTC function named ``function`` returned, is an error."""
-    if int(status) != 0:
-        raise RuntimeError(f"{function}: expected success, got {status.name}")
-
-
 @functools.cache
 def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return NVRTC's version (major, minor) and its supported architectures in ascending order.
@@ -84,9 +78,9 @@ def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
         raise OSError(
             f"NVRTC: expected a loadable library, got {error}; install nvidia-cuda-nvrtc-cu12>=12.8 and cuda-bindings"
         ) from error
-    _check(status, "nvrtcVersion")
+    placement.check_status(status, "nvrtcVersion")
     status, archs = nvrtc.nvrtcGetSupportedArchs()
-    _check(status, "nvrtcGetSupportedArchs")
+    placement.check_status(status, "nvrtcGetSupportedArchs")
     return (major, minor), tuple(sorted(archs))
 
 
@@ -111,7 +105,7 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
         [body.encode() for _, body in headers],
         [name.encode() for name, _ in headers],
     )
-    _check(status, "nvrtcCreateProgram")
+    placement.check_status(status, "nvrtcCreateProgram")
     try:
         options = [f"-arch={'sm' if form == 'cubin' else 'compute'}_{arch}", *OPTIONS]
         options += [f"-D{name}={value}" for name, value in kernel.defines]
@@ -133,10 +127,10 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
 def _read(program: Any, size: Any, content: Any) -> bytes:
     """Return an output of an NVRTC program, for which ``size`` and ``content`` are the NVRTC functions."""
     status, length = size(program)
-    _check(status, size.__name__)
+    placement.check_status(status, size.__name__)
     buffer = bytes(length)
     (status,) = content(program, buffer)
-    _check(status, content.__name__)
+    placement.check_status(status, content.__name__)
     return buffer
 
 
@@ -214,7 +208,8 @@ def _find(path: Path) -> Binary | None:
 
 _functions: dict[tuple[int, Kernel], tuple[Any, int]] = {}
 """The loaded function and its maximum dynamic shared memory in bytes, by (device ordinal, kernel)."""
-_functions_lock = threading.Lock()
+_locks: dict[tuple[int, Kernel], threading.Lock] = {}
+"""A lock per key of `_functions`: threads with other kernels need not wait for a compilation, which takes seconds."""
 
 
 def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
@@ -228,10 +223,11 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
 
     index = cupy.cuda.runtime.getDevice()
     key = index, kernel
-    with _functions_lock:
+    with _locks.setdefault(key, threading.Lock()):
         if key not in _functions:
             native = cupy.cuda.Device(index).compute_capability
-            # A cubin is used only on the architecture for which it was compiled; PTX also runs on newer architectures.
+            # A cubin is used only on the architecture for which it was compiled; PTX also runs on newer architectures,
+            # except that of sm_90a, which `device.of` refuses there.
             form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
             code = build(kernel, form).code
             with placement.use_device(index):
