@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -261,6 +263,22 @@ def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(device.ARCH_VARIABLE, text)
         with pytest.raises(ValueError, match="CUPY_AWQ_ARCH: expected a compute capability"):
             device.forced_arch()
+
+
+def test_kernels_of_sm_90a_are_refused_on_newer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The architecture-specific features of sm_90a exist on no other architecture, not even as PTX."""
+    cupy = pytest.importorskip("cupy")
+    attributes: dict[str, int] = defaultdict(lambda: 1)
+    gpu = SimpleNamespace(attributes=attributes, compute_capability="100")
+    monkeypatch.setattr(cupy.cuda, "Device", lambda index: gpu)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda index: {"name": b"B200"})
+    for text, expected in (("80", 80), ("100", 100), ("101", None), ("90", None)):
+        monkeypatch.setenv(device.ARCH_VARIABLE, text)
+        if expected:
+            assert device.of.__wrapped__(0).arch == expected
+        else:
+            with pytest.raises(ValueError, match=f"CUPY_AWQ_ARCH: expected .*100.* got {text}"):
+                device.of.__wrapped__(0)
 
 
 @given(m=st.integers(1, 32), n=st.sampled_from([64, 256, 4096]), k=st.sampled_from([64, 256, 4096]))

@@ -114,7 +114,8 @@ def of(index: int) -> Device:
     """Return the properties of the GPU with ordinal ``index``; ``arch`` is ``CUPY_AWQ_ARCH`` if the variable is set.
 
     Raises:
-        ValueError: ``CUPY_AWQ_ARCH`` is malformed or newer than the GPU.
+        ValueError: ``CUPY_AWQ_ARCH`` is malformed, newer than the GPU, or 90 on a newer GPU, as sm_90a kernels run only
+            on sm_90.
     """
     import cupy
 
@@ -124,6 +125,8 @@ def of(index: int) -> Device:
     forced = forced_arch()
     if forced is not None and forced > arch:
         raise ValueError(f"{ARCH_VARIABLE}: expected at most {arch}, the GPU's own, got {forced}")
+    if forced == 90 != arch:
+        raise ValueError(f"{ARCH_VARIABLE}: expected an architecture whose kernels run on sm_{arch}, got 90 (sm_90a)")
     name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
     return Device(
         name=name,
