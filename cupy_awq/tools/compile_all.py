@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq compile --arch 90a``: compile all kernels for given architectures, without a GPU.
+"""The command ``python -m cupy_awq compile --arch 90a``: compile common kernels for given architectures, without a GPU.
 
 The command fills the compile cache, for example of a container image, and checks the kernels: it prints the registers,
 shared memory and local memory of each kernel, and fails if a kernel uses local memory or if the compiler serializes its
@@ -29,6 +29,7 @@ from cupy_awq.kernels import (
     refine_group,
     round_channels,
     select,
+    tuned,
 )
 from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
@@ -57,7 +58,8 @@ def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
     found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu), *gather_columns.kernels(gpu)]
     found += [*round_channels.kernels(gpu), *refine_group.kernels(gpu)]
     if arch == 90:
-        found += _repacked_layout(gpu)
+        for table in sorted(tuned.SHIPPED.glob("*.json")):  # GPUs with tuned configurations of their own
+            found += _repacked_layout(replace(gpu, name=table.stem))
     if batch_invariant:
         found += _batch_invariant(gpu)
     return list(dict.fromkeys(found))
