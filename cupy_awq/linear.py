@@ -207,7 +207,7 @@ class AwqLinear:
             options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight, "order": order}
             options["batch_invariant"] = batch_invariant
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
-        if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
+        if whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
         return whole
 
@@ -406,8 +406,11 @@ class AwqLinear:
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.
 
+        With ``x_dtype`` "int8" and "fp8", this is gemm_int8 and gemm_fp8; with "auto", the kernel for an x that is not
+        quantized.
+
         Args:
-            m: the number of rows of x.
+            m: the number of rows of x, at least 1.
             dtype: the dtype of x.
 
         >>> import numpy as np

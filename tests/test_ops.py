@@ -103,7 +103,8 @@ def test_gemv_takes_one_vector_and_every_epilogue() -> None:
     [
         ({"kernel": "gemm"}, ValueError, "kernel: expected one of gemv, "),
         ({"split_k": 3}, ValueError, "split_k: expected a power of two, got 3"),
-        ({"split_k": 2.0}, ValueError, "split_k: expected a power of two, got 2.0"),
+        ({"split_k": 2.0}, TypeError, "split_k: expected an integer, got 2.0"),
+        ({"split_k": True}, TypeError, "split_k: expected an integer, got True"),
         ({"activation": "elu"}, ValueError, "activation: expected relu, "),
         (
             {"residual": np.zeros((3, 32), np.float32)},

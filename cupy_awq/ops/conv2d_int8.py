@@ -60,6 +60,8 @@ def conv2d_int8(
         activation: None, "relu", "relu6", or (low, high) to clamp, in real values.
         out: int8 array with the shape of y to fill and return.
 
+    On a GPU, each call copies codes, weight_scale and bias to the host, and so synchronizes.
+
     Returns:
         y, int8 in ``layout``; the real value of an element is (y - out_zero) * out_scale.
 

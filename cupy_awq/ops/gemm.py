@@ -132,7 +132,9 @@ def gemv(
     dtype: Any = None,
     kernel: str | None = None,
 ) -> Array:
-    """Return y = activation(x @ W + bias) + residual for one vector x [K]; the arguments are those of `gemm`.
+    """Return y = activation(x @ W + bias) + residual for one vector x [K].
+
+    The arguments are those of `gemm`, which also has ``split_k`` and ``batch_invariant``.
 
     Returns:
         [N] of x's dtype.
@@ -144,7 +146,8 @@ def gemv(
     array([1., 1.], dtype=float16)
     """
     (x,) = arrays.views(x=x)
-    if check.device_id(x, "x") is not None and x.ndim != 1:
+    check.device_id(x, "x")  # raises if x is not an array
+    if x.ndim != 1:
         raise ValueError(f"x: expected one vector [K], got shape {x.shape}")
     return gemm(
         x,
@@ -176,7 +179,7 @@ def explain(
 
     For a kernel that cannot solve the problem, the table gives the reason. ``->`` marks the kernel that is chosen. The
     time of the chosen kernel is "measured" if `python -m cupy_awq tune` recorded it for this GPU model; all other times
-    are "modelled" by cost models. The last line says whether the cost models or a table of tuned configurations
+    are "modelled" by cost models. The line "chosen" says whether the cost models or a table of tuned configurations
     determined the choice.
 
     Args:

@@ -291,5 +291,5 @@ def check_choice(kernel: str | None, split_k: int | None, batch_invariant: bool)
                 raise ValueError(f"{name}: expected None with batch_invariant=True, got {value!r}")
     if kernel is not None and not (isinstance(kernel, str) and kernel in select.FAMILIES_OF[Problem]):
         raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
-    if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
+    if split_k is not None and (count := check_scalar.validate_integer(split_k, "split_k", 1)) & (count - 1):
         raise ValueError(f"split_k: expected a power of two, got {split_k!r}")

@@ -154,9 +154,13 @@ class Plan:
         check.validate_device(a, name, planned[3], "the plan")
         found = self._layout(a)
         width = arrays.vector_bytes(a)
-        if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
-            form = "(shape, strides, dtype, GPU, address modulo 32)"
-            raise ValueError(f"{name}: expected the planned layout {form} = {planned}, got {found}")
+        shape, strides, dtype, _, address = planned
+        if (found[0], found[2]) != (shape, dtype):
+            raise ValueError(f"{name}: expected {dtype} {list(shape)}, as planned, got {check.describe(a)}")
+        if found[1] != strides:
+            raise ValueError(f"{name}: expected the planned strides {strides}, got {found[1]}")
+        if found[4] % width and not address % width:
+            raise ValueError(f"{name}: expected a start at a multiple of {width} bytes, as planned, got another one")
 
 
 def plan(

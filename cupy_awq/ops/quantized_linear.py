@@ -275,7 +275,8 @@ def int8_preference(
 
     def prefers_int8(x: Array) -> bool:
         (x,) = views(x=x)
-        is_valid = weight.device != HOST and x.dtype.name in ITEMSIZE and x.size > 0 and x.shape[-1:] == (k,)
+        is_here = check.device_id(x, "x") == weight.device != HOST
+        is_valid = is_here and x.dtype.name in ITEMSIZE and x.size > 0 and x.shape[-1:] == (k,)
         return is_valid and is_int8_faster(x.size // k, x.dtype)
 
     return prefers_int8

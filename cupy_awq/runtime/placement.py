@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
+
+import numpy as np
 
 from cupy_awq.check import HOST, Array
 
@@ -38,14 +40,27 @@ def resolve(device: Any = None) -> int:
             return HOST
         raise ValueError(f"device: expected 'cpu', a device ordinal or None, got {device!r}")
     index = getattr(device, "id", device)  # A cupy.cuda.Device has the attribute `id`.
-    if index is not None and type(index) is not int:
+    if isinstance(index, bool) or not isinstance(index, (int, np.integer, NoneType)):
         raise TypeError(f"device: expected None, 'cpu', an int or a cupy.cuda.Device, got {type(device).__name__}")
     count = gpu_count()
     if index is None:
         return _current() if count else HOST
+    if not count:
+        raise ValueError(f"device: expected 'cpu' or None, as CuPy sees no GPU, got {index}")
     if not 0 <= index < count:
         raise ValueError(f"device: expected the number of one of the {count} GPUs that CuPy sees, got {index}")
-    return index
+    return int(index)
+
+
+def parse(text: str | None) -> int | str | None:
+    """Return the argument of `resolve` for an option of the command line: "cpu", the number of a GPU, or "cuda" for 0.
+
+    >>> parse("cuda"), parse("1"), parse("cpu"), parse(None)
+    (0, 1, 'cpu', None)
+    """
+    if text == "cuda":
+        return 0
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def gpu_count() -> int:

@@ -32,7 +32,7 @@ FP16_FLOPS_PER_SM_CLOCK = {
     100: 8192,
     120: 1024,
 }
-"""The peak float16 tensor-core operations per SM and clock cycle, by architecture.
+"""The peak float16 operations per SM and clock cycle, by architecture; those of tensor cores where it has them.
 
 An architecture that is not listed has the value of the closest lower one in the table.
 """

@@ -9,6 +9,7 @@ GGUF file, which is itself quantized (Q4_1: 4-bit codes in blocks of 32).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import numpy as np
 from cupy_awq import reference
 from cupy_awq.check import HOST, Array
 from cupy_awq.checkpoint.files import read_object
-from cupy_awq.linear import AwqLinear
 from cupy_awq.loader import load
 from cupy_awq.runtime import placement
 from cupy_awq.tools import table, testing, timing
@@ -75,16 +75,11 @@ def measure(device: int) -> list[Row]:
                 placed = placement.to_device(x, device)
                 y = layer(placed)
                 error = testing.relative_error(y, x, weight)
-                us = _time(layer, placed, y, device)
+                us = timing.time_calls([functools.partial(layer, placed, out=y)], device)
                 rows.append(
                     Row(name, m, layer.kernel_for(m), error, errors[PREFIX + name], us, _unquantized(x, weight, device))
                 )
     return rows
-
-
-def _time(layer: AwqLinear, x: Array, y: Array, device: int) -> float:
-    timer = timing.on_cpu if device == HOST else timing.on_gpu
-    return timer([lambda: layer(x, out=y)])
 
 
 def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:

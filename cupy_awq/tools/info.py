@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq info PATH``: list the contents of a checkpoint, reading only its headers."""
+"""The command ``python -m cupy_awq info PATH``: list the contents of a checkpoint, reading only headers and scales."""
 
 from __future__ import annotations
 

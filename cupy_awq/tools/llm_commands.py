@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands for language models: ``generate``, ``chat``, ``score`` and ``convert``."""
+"""The commands for language models: ``generate``, ``chat`` and ``score``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cupy_awq.check import HOST
-from cupy_awq.runtime import device
+from cupy_awq.runtime import device, placement
 from cupy_awq.tools.progress import show_bar
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _text(argument: str) -> str:
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
-        metavar="cpu|N",
-        help="the CPU, or a device ordinal (default: the current GPU, or the CPU if there is none)",
+        metavar="cpu|cuda|N",
+        help="the CPU, the first GPU, or a device ordinal (default: the current GPU, or the CPU if there is none)",
     )
 
 
@@ -205,9 +205,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _load(path: str, place: Any) -> LanguageModel:
     from cupy_awq import llm
 
-    if place is not None and place.isdecimal():
-        place = int(place)
-    return llm.load(path, device=place, progress=show_bar if sys.stderr.isatty() else None)
+    return llm.load(path, device=placement.parse(place), progress=show_bar if sys.stderr.isatty() else None)
 
 
 def _write(_: int, text: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cupy_awq.runtime import placement
+
 MORE = """
 
 SRC is a Hugging Face folder with dense weights. DST becomes a folder of the same files with 4-bit weights, and with a
@@ -119,7 +121,7 @@ def _quantize(args: argparse.Namespace) -> int:
         ignore=args.ignore,
         evaluate=None if args.evaluate is None else "\n".join(read_texts(args.evaluate)),
         format_name=args.format,
-        device=0 if args.device == "cuda" else int(args.device) if args.device.isdecimal() else args.device,
+        device=placement.parse(args.device),
         resume=args.resume,
         progress=bar.show_layer,
         on_step=bar.show_step,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cupy_awq.check import HOST
+from cupy_awq.runtime.graph import capture
 
 Call = Callable[[], object]
 
@@ -90,10 +91,7 @@ def _warm_runs(once: float) -> int:
 
 def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
     """Return the times of graph replays in milliseconds; each replay is launched while the preceding one runs."""
-    stream.begin_capture()
-    for call in batch:
-        call()
-    graph = stream.end_capture()
+    graph = capture(stream, lambda: [call() for call in batch])
     begin = stream.record()
     graph.launch(stream)
     for _ in range(_warm_runs(_milliseconds(begin, stream.record()))):
