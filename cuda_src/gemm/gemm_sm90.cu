@@ -4,8 +4,7 @@
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
 //   weight, bias, residual, y   as in gemm_sm90.cuh
-//   x_map   tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 * K_TILES][BLOCK_M][64], or [1][m][64]
-//           if the tile has missing rows (tma.cuh)
+//   x_map   tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 * K_TILES][BLOCK_M][64]
 //
 // Scales are applied in one of two ways:
 //   SCALED = 0   operand A holds codes minus zero points, exactly; the float32 accumulators of a group are multiplied
@@ -199,10 +198,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   // Only the part of x that the prologue copies is prefetched. Later copies are issued long before their use, and
   // prefetches would delay these copies.
   auto prefetch_x = [&](const Tile& tile) {
-    if (threadIdx.x >= x_boxes(m)) return;
+    if (threadIdx.x != 0) return;
     for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {
-      const int k64 = (tile.k_tile_begin + i * kKTiles) * 2 + threadIdx.x;
-      ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, k64);
+      ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, (tile.k_tile_begin + i * kKTiles) * 2);
     }
   };
   const ResidualStream stream{FUSION_ARGUMENTS, eps};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // GEMM on the repacked weight, for any M but fastest for up to a few hundred rows of x: the code shared by gemm_sm90.cu
-// (wgmma) and gemm_sm90_mma.cu (mma, M <= 16). cuda_src/README.md describes the warps and barriers of one tile.
+// (wgmma), gemm_sm90_mma.cu and gemm_sm90_mma_invariant.cu (mma, M <= 16). cuda_src/README.md describes the warps and barriers of one tile.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
@@ -19,7 +19,7 @@
 // each CTA over its slice of K. In a CTA a producer warp copies the weight, and for wgmma also x, to STAGES stages.
 // CONSUMERS groups of warps take turns at the stages, each with accumulators of the whole tile.
 //
-// Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA reads only the weight, and prefetches x and
+// Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA reads only the weight and, with GATHER_X, the order, and prefetches x and
 // the residual stream into L2. The next kernel starts before or after the wait (kStartsNextLate).
 #pragma once
 
@@ -40,10 +40,13 @@ constexpr bool kPrefetchesX = !kAddsToStream && !kRmsNormsX;
 // Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call this function from different branches.
 __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
 
-// Waits until the barriers of all CTAs of the cluster are initialized and the missing rows of x are zeroed.
-__device__ __forceinline__ void sync_setup(int m) {
-  if (kSplitK == 1 || has_rows_to_zero(m)) sync_cta();
-  if constexpr (kSplitK > 1) cluster_sync_after_init<kSplitK>();
+// Waits until the barriers of all CTAs of the cluster are initialized.
+__device__ __forceinline__ void sync_setup() {
+  if constexpr (kSplitK == 1) {
+    sync_cta();
+  } else {
+    cluster_sync_after_init<kSplitK>();
+  }
 }
 
 // Lets the next kernel start, unless it starts late.
@@ -73,10 +76,9 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   // projection.
   constexpr int kAdjacent = kGated ? kWeightTiles / 2 : kWeightTiles;
   const TileColumns columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
-  const int x_bytes = has_rows_to_zero(args.m) ? args.m * (kXStageBytes / kBlockM) : kXStageBytes;
   auto expect = [&](int iteration, int stage_idx) {
     ptx::mbarrier_arrive_expect_tx(pipeline.full_barrier(stage_idx),
-                                   kWeightTiles * tile.k_tiles(iteration) * kWeightTileBytes + x_bytes);
+                                   kWeightTiles * tile.k_tiles(iteration) * kWeightTileBytes + kXStageBytes);
   };
   auto copy_tile_column = [&](int i, int iteration, int stage_idx) {
     const int column = i < kAdjacent ? i : args.n / 2 / kWeightTileN + i - kAdjacent;
@@ -90,13 +92,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   };
   auto copy_x = [&](int iteration, int stage_idx) {
     if constexpr (kXStageBytes != 0) {
-      const int boxes = x_boxes(args.m);
-#pragma unroll 1
-      for (int box = 0; box < boxes; ++box) {
-        ptx::cp_async_bulk_tensor_3d(shared.x(stage_idx) + box * (kXStageBytes / kKTiles / 2), args.x_map, 0,
-                                     tile.m_begin, (tile.k_tile_begin + iteration * kKTiles) * 2 + box,
-                                     pipeline.full_barrier(stage_idx));
-      }
+      ptx::cp_async_bulk_tensor_3d(shared.x(stage_idx), args.x_map, 0, tile.m_begin,
+                                   (tile.k_tile_begin + iteration * kKTiles) * 2, pipeline.full_barrier(stage_idx));
     }
   };
 
@@ -123,7 +120,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
       copy_tile_column(i % kWeightTiles, i / kWeightTiles, i / kWeightTiles);
     }
   }
-  sync_setup(args.m);
+  sync_setup();
   start_next();
   if constexpr (kXStageBytes != 0) {
     wait_for_x();
@@ -185,9 +182,8 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
   // With setmaxnreg, each warp role must be one branch that lasts to the end of the kernel.
   if (warp < kProducerWarp) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    if (has_rows_to_zero(args.m)) zero_shared<kXRingBytes, kConsumerThreads>(memory);
     if constexpr (kPrefetchesX) prefetch_x(tile);
-    sync_setup(args.m);
+    sync_setup();
     start_next();
     float* accumulators = reinterpret_cast<float*>(memory);
     const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
@@ -217,7 +213,7 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
     if (warp == kProducerWarp) {
       produce(tile, args);
     } else {
-      sync_setup(args.m);
+      sync_setup();
       start_next();
       if (kHasFactorWarp && warp == kProducerWarp + 1) make_factors<1>(tile, args, memory, 0);
     }

@@ -10,8 +10,7 @@
 //   y              X [m, n] (gated: [m, n / 2]), row stride ldy values
 //   partials       float32, accumulators of units that clusters share: see gemm_sm90_large_epilogue.cuh
 //   counters       uint32, zero before and after the launch
-//   x_map          tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 / CLUSTER][BLOCK_M][64], or
-//                  [1][m][64] if the tile has missing rows (tma.cuh)
+//   x_map          tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 / CLUSTER][BLOCK_M][64]
 //   stream_k_units, stream_k_clusters   see StreamKTileScheduler
 //   scale_factor   a power of two that moves the scales to the middle of X's range
 //   result_factor  1 / scale_factor
@@ -42,9 +41,6 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& 
                                         const TensorMap* x_map, const float* partials, uint32_t* counters, int m, int n,
                                         int k) {
   const bool is_leader = ptx::elect();
-  const bool has_missing = has_missing_rows<kBlockM>(m);
-  const int stage_bytes = (has_missing ? m : kBlockM) * (kXStageBytes / kBlockM) + kWeightStageBytes;
-  const int boxes = kCluster == 1 && has_missing ? 2 : 1;  // number of TMA boxes of x per stage that this CTA copies
   const int rank = cluster_rank<kCluster>();
   const auto pipeline = shared.pipeline();
   if (is_leader) ptx::prefetch_tensormap(x_map);
@@ -58,7 +54,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& 
       pipeline.producer_acquire(state);
       if (is_leader) {
         const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
-        ptx::mbarrier_arrive_expect_tx(full_barrier, stage_bytes);
+        ptx::mbarrier_arrive_expect_tx(full_barrier, kXStageBytes + kWeightStageBytes);
 #pragma unroll
         for (int i = 0; i < kWeightTiles; ++i) {
           // In a gated problem, a warpgroup computes 64 columns of the gate and the matching 64 of the up projection.
@@ -66,16 +62,8 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& 
           ptx::cp_async_bulk(shared.weight(state.stage_idx) + i * kWeightTileBytes, columns.tile(column, k_tile),
                              kWeightTileBytes, full_barrier);
         }
-        if constexpr (kCluster == 1) {
-#pragma unroll 1
-          for (int half = 0; half < boxes; ++half) {
-            ptx::cp_async_bulk_tensor_3d(shared.x(state.stage_idx) + half * kXHalfBytes, x_map, 0, row_begin,
-                                         k_tile * 2 + half, full_barrier);
-          }
-        } else {
-          tma_multicast_3d<kCluster>(shared.x(state.stage_idx) + rank * kXHalfBytes, x_map, 0, row_begin,
-                                     k_tile * 2 + rank, full_barrier);
-        }
+        tma_multicast_3d<kCluster>(shared.x(state.stage_idx) + rank * kXHalfBytes, x_map, 0, row_begin,
+                                   k_tile * 2 + rank, full_barrier);
       }
       state.advance();
     }
@@ -100,12 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     pipeline.init(1, kConsumerWarps * kCluster);
     ptx::fence_mbarrier_init();
   }
-  if (has_missing_rows<kBlockM>(m)) {
-    zero_shared<kStages * kXStageBytes, kThreads>(memory);
-    cluster_sync<kCluster>();
-  } else {
-    cluster_sync_after_init<kCluster>();
-  }
+  cluster_sync_after_init<kCluster>();
   ptx::griddepcontrol_launch_dependents();
   // Each warp role constructs its own scheduler after setmaxnreg: one scheduler before setmaxnreg would spill
   // registers.

@@ -7,6 +7,7 @@
 #include "hopper/tma.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/fence_proxy.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time constants, the shared-memory layout and the CTA tile of gemm_sm90.cu and gemm_sm90_mma.cu.
+// The compile-time constants, the shared-memory layout and the CTA tile of gemm_sm90.cu and gemm_sm90_mma*.cu.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -167,16 +167,10 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
   }
   tile.m_begin = tile_row_begin<kBlockM>(m_block, m);
   tile.store_begin = m_block * kBlockM;
-  tile.split = kSplitK == 1 ? 0 : ptx::cluster_ctarank();
+  tile.split = cluster_rank<kSplitK>();
   const int k_tiles = ceil_div(k, kWeightTileK);
   const int iterations = ceil_div(k_tiles, kKTiles);
   tile.k_tile_begin = iterations * tile.split / kSplitK * kKTiles;
   tile.k_tile_end = min(k_tiles, iterations * (tile.split + 1) / kSplitK * kKTiles);
   return tile;
 }
-
-// Returns whether the consumers must zero the missing rows of x, which TMA does not fill (tma.cuh).
-__device__ __forceinline__ bool has_rows_to_zero(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
-
-// Returns the number of TMA boxes of x per stage: one, or one per 64 columns of x if the tile has missing rows.
-__device__ __forceinline__ int x_boxes(int m) { return has_rows_to_zero(m) ? 2 * kKTiles : 1; }

@@ -28,17 +28,14 @@ CONVERSION_ROWS = 77
 
 
 def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
-    """Return the tensor map of x, viewed as [k / 64][m][64], with TMA boxes of shape [boxes][block_m][64].
-
-    If m <= block_m - 16, the box is [1][m][64]: see ``has_missing_rows`` in ``cuda_src/hopper/tma.cuh``.
-    """
+    """Return the tensor map of x, viewed as [k / 64][m][64], with TMA boxes of shape [boxes][block_m][64]."""
     m, itemsize = problem.m, ITEMSIZE[problem.dtype]
     return TensorMap(
         "x",
         problem.dtype,
         dims=(64, m, problem.k // 64),
         strides=(problem.row_strides.x * itemsize, 64 * itemsize),
-        box=(64, m, 1) if m <= block_m - 16 else (64, block_m, boxes),
+        box=(64, block_m, boxes),
         swizzle=128,
     )
 

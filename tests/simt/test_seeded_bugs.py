@@ -302,28 +302,9 @@ SEEDS = {
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "row >= tile.store_begin && row < m", "row < m", RACE, REPACKED_MANY,
         {"block_m": 64, "split_k": 2},
     ),
-    "gemm_sm90: missing rows of x are not zeroed": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (has_rows_to_zero(args.m)) zero_shared<", "if (false) zero_shared<",
-        ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
-    ),
-    "gemm_sm90: the producer does not wait for the zeros of x": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (kSplitK == 1 || has_rows_to_zero(m))", "if (kSplitK == 1)", RACE, REPACKED_MANY,
-        {"block_m": 128, "split_k": 2},
-    ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * kBlockM && row", "row", RACE,
         replace(REPACKED_MANY, m=140, k=1024), {"block_m": 80},
-    ),
-    "gemm_sm90_large: missing rows of x are not zeroed": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "zero_shared<kStages * kXStageBytes, kThreads>(memory);", "",
-        ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
-    ),
-    "gemm_sm90_large: a cluster does not wait for the zeros of x": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "cluster_sync<kCluster>();", "cluster_sync_after_init<kCluster>();",
-        RACE, replace(REPACKED_MANY, m=140, k=1024), {"block_m": 256, "cluster": 2},
-    ),
-    "gemm_sm90: the zeros of x are not fenced": Seed(
-        "gemm_sm90", 90, "hopper/tma.cuh", "  ptx::fence_proxy_async();\n", "", RACE, REPACKED_MANY, {"block_m": 128},
     ),
     "gemm_sm90_raw: accumulators are added before all warps have stored theirs": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"split_k": 2},
