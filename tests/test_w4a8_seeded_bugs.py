@@ -41,9 +41,11 @@ SEEDS = {
     "the values of x overwrite those that consumers still read": (
         KERNEL, "      if (k_tile % kKTiles == 0) pipeline.producer_acquire(state);\n", "", ("barrier", "values"),
     ),
-    "copies of x go to the CTAs of the first slice": (KERNEL, " << (tile.split * kShareX));", ");", RACE),
+    "copies of x go to the CTAs of the first slice": (
+        KERNEL, "row, 0, full_barrier, tile.split * kShareX);", "row, 0, full_barrier);", RACE,
+    ),
     "a CTA releases the stages of another slice": (
-        KERNEL, "tile.split * kShareX + lane % kShareX", "lane % kShareX", ("barrier", "barrier"),
+        KERNEL, "<kShareX>(lane, tile.split * kShareX);", "<kShareX>(lane);", ("barrier", "barrier"),
     ),
     "a CTA that owns few rows expects the bytes of all": (
         HEADER, "max(0, min(kOwnedRows, kBlockM - split * kOwnedRows))", "kOwnedRows", ("deadlock", "deadlock"),

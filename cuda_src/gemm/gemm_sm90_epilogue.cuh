@@ -69,7 +69,7 @@ struct OutputVector {
   }
 };
 
-// The kernel arguments that both kernels have in common.
+// The kernel arguments that gemm_sm90 and gemm_sm90_mma* have in common.
 struct GemmArguments {
   const uint8_t* weight;
   const BIAS* bias;

@@ -52,6 +52,7 @@ constexpr bool kLoadsStreamEarly = kXRows == 1 || (kM8Tiles == 1 && kCtasPerSm *
 
 static_assert(!kSliced || kM8Tiles == 1, "zero points are added to one tile of rows");
 static_assert(kConsumerWarps == kWeightTiles, "a warp computes the columns of one weight tile");
+static_assert(kZeros != Zeros::kOffset, "only wgmma adds offsets");
 
 #if GATHER_X
 // The x of a CTA's slice of K in its activation order. After SharedStorage, shared memory holds
@@ -61,8 +62,8 @@ static_assert(kConsumerWarps == kWeightTiles, "a warp computes the columns of on
 // A thread copies and uses the same indices, so the threads synchronize only twice: before and after the gather.
 class GatheredX {
  public:
-  // Starts to copy the order, which no preceding kernel writes. The caller has not started to copy weights yet, because
-  // memory serves the copies in order.
+  // Starts to copy the order before griddepcontrol.wait, as no preceding kernel writes it, while the producer starts to
+  // copy weights.
   static __device__ __forceinline__ void copy_order(const uint16_t* order, const Tile& tile, int m, int k) {
     const int k_begin = tile.k_tile_begin * kWeightTileK;
     for (int column = threadIdx.x * 8; column < slice_columns(tile, k); column += kConsumerThreads * 8) {

@@ -26,12 +26,13 @@ constexpr int kK16Steps = kWeightTileK / 16;
 constexpr int kInterleaved = kScaled || kM8Tiles > 1 || kKTiles == 1 ? 1 : 2;
 
 static_assert(kConsumerWarps == 2 * kWeightTiles, "a warp computes 16 columns");
+static_assert(!kAddsToStream && !kRmsNormsX, "a batch-invariant GEMM has no fusion");
+static_assert(kZeros != Zeros::kOffset, "only wgmma adds offsets");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    gemm_sm90_mma_invariant(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
-                            FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const X* x, int m, int n, int k, int ldr, int ldy,
-                            int ldx, float low, float high, float eps, float scale_factor,
-                            float result_factor NEXT_WEIGHT_SCALARS) {
+    gemm_sm90_mma_invariant(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n,
+                            int k, int ldr, int ldy, int ldx, float low, float high, float /* eps */,
+                            float scale_factor, float result_factor) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int consumer = warp / kConsumerWarps;
@@ -183,8 +184,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       store_accumulators(shared_accumulators, consumer, j * 8, warp % kConsumerWarps * 16, accumulators[j]);
     }
   };
-  const ResidualStream stream{FUSION_ARGUMENTS, eps};
-  const NextWeight next{NEXT_WEIGHT_ARGUMENTS};
-  const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, next};
+  const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, {}, {}};
   run_tile<true>(args, [&](const Tile& tile) { prefetch_x(tile, x, ldx, m, k); }, accumulate, store_all);
 }

@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  const int split = kSplitK == 1 ? 0 : ptx::cluster_ctarank();
+  const int split = cluster_rank<kSplitK>();
   const int tile = blockIdx.x / kSplitK;
   const int slice = split * kWarps + warp;
   const int steps = k / kStepK;

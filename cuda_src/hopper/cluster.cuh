@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rank of a CTA in its cluster, and barriers over all threads of a cluster. In a cluster of one CTA the barriers
-// are __syncthreads.
+// are __syncthreads, but cluster_sync_before_exit does nothing.
 #pragma once
 
 #include "ptx/cluster.cuh"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-K over DSMEM: the CTAs of a cluster compute one tile, each over a slice of K, and exchange partial sums through
-// each other's shared memory. Partial sums are added in the order of the CTA ranks, so results are bit-identical from
-// run to run. There are two ways to wait for the partial sums:
+// each other's shared memory. Each kernel adds partial sums in a fixed order, so results are bit-identical from run to
+// run. There are two ways to wait for the partial sums:
 //
 //   PartialSumBarrier      an mbarrier of the receiving CTA counts the bytes, and only this CTA waits
-//   reduce_scatter_groups  the whole cluster synchronizes after all writes; simpler, and fast enough for small tiles
+//   reduce_scatter_groups  the whole cluster synchronizes after all writes, which is simpler
 #pragma once
 
 #include "common/types.cuh"

@@ -8,7 +8,7 @@
 //   full     each producer warp has arrived, all expected bytes landed    producer warps    consumers
 //   empty    every consumer warp has released the stage                   consumer warps    producer warps
 //
-// gemm_w4a8_sm90 and gemm_int8_sm90 have a second producer warp. The producer of gemm_sm90 also waits on the full
+// In gemm_int8_sm90 two more warps, and in gemm_w4a8_sm90 up to one, fill the stages with their own stores. The producer of gemm_sm90 also waits on the full
 // barriers if it limits the copies in flight to fewer than all stages; each of these waits precedes the next copies to
 // the stage.
 //
@@ -28,7 +28,7 @@
 // phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
 // has seen phase i - 1 complete. This requires that each stage has a fixed set of consumer warps; kernels whose
 // consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0. A producer whose prologue fills every
-// stage without a wait (gemm_sm90, gemm_w4a8_sm90, gemm_int8_sm90) skips only the wait for the phase before phase 0,
+// stage without a wait (gemm_sm90, gemm_w4a8_sm90) skips only the wait for the phase before phase 0,
 // which is complete by definition.
 //
 // No wait misses its phase: phase i + 1 of a full barrier completes only after the producer has arrived. Before this
@@ -39,7 +39,8 @@
 // arguments hold without empty barriers: only the warp that waits for phase i starts the copies of phase i + 1, after
 // this wait and after a __syncwarp. So phase i + 1 cannot complete before all lanes have seen phase i complete.
 //
-// The expected parity flips only in the advance functions of PipelineState and PipelineAddresses. The only mbarrier
+// The expected parity flips only in the advance functions of PipelineState and PipelineAddresses; Producer::copy_offsets
+// of gemm_w4a8_sm90 computes it from the iteration. The only mbarrier
 // that belongs to no ring is PartialSumBarrier (cluster_reduction.cuh), which completes a single phase, phase 0.
 //
 // Usage:
@@ -175,10 +176,10 @@ struct Pipeline {
   }
 
   // Returns the address of the empty barriers [kNumStages] at which lane `lane` arrives if kClusterSize CTAs fill the
-  // stages by multicast: lane i arrives at the barriers of CTA i of the cluster.
+  // stages by multicast: lane i arrives at the barriers of CTA first_rank + i of the cluster.
   template <int kClusterSize>
-  __device__ __forceinline__ uint32_t cluster_empty_barriers(int lane) const {
-    return kClusterSize == 1 ? empty_barrier(0) : ptx::mapa(empty_barrier(0), lane % kClusterSize);
+  __device__ __forceinline__ uint32_t cluster_empty_barriers(int lane, int first_rank = 0) const {
+    return kClusterSize == 1 ? empty_barrier(0) : ptx::mapa(empty_barrier(0), first_rank + lane % kClusterSize);
   }
   // Arrives at an empty barrier once all lanes of the warp have read the stage. With kClusterSize > 1, lane i arrives
   // in CTA i, and `barrier` is an address from cluster_empty_barriers.

@@ -79,12 +79,7 @@ struct Producer {
       const int k_begin = (tile.k_tile_begin + iteration * kKTiles + i) * kBlockK;
       const uint32_t target = tile.shared.x(stage_idx) + i * kXTileBytes + tile.share * (kXTileBytes / kShareX);
       const int row = tile.m_begin + tile.share * (kBlockM / kShareX);
-      if constexpr (kShareX == 1) {
-        ptx::cp_async_bulk_tensor_3d(target, x_map, k_begin, row, 0, full_barrier);
-      } else {
-        ptx::cp_async_bulk_tensor_3d_multicast(target, x_map, k_begin, row, 0, full_barrier,
-                                               ((1 << kShareX) - 1) << (tile.split * kShareX));
-      }
+      tma_multicast_3d<kShareX>(target, x_map, k_begin, row, 0, full_barrier, tile.split * kShareX);
     }
   }
   // Initializes the barriers and copies the weights of the first pass over the stages.
@@ -248,10 +243,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     const int consumer = warp / (kWarpgroups * 4);
     const int warpgroup = warp / 4 % kWarpgroups;
     float accumulators[kM64Tiles][kAccumulators] = {};
-    // Releases a stage in every CTA that shares A.
-    const uint32_t empty_barriers = kShareX == 1
-                                        ? pipeline.empty_barrier(0)
-                                        : ptx::mapa(pipeline.empty_barrier(0), tile.split * kShareX + lane % kShareX);
+    // The empty barriers at which this lane arrives: those of each CTA that shares A.
+    const uint32_t empty_barriers = pipeline.cluster_empty_barriers<kShareX>(lane, tile.split * kShareX);
     const float code_scale = kHasOffsetTiles ? units[0] : 512.0f;
     auto state = PipelineState<kStages>::consumer(consumer);
     int iteration = consumer;

@@ -58,6 +58,8 @@ SQUARE_SUM_COLUMNS = 32
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
+    if problem.fusion and problem.batch_invariant:
+        return "cannot fuse the residual add or RMSNorm of a decoder if batch-invariant"
     if problem.fusion and problem.m > MAX_FUSED_ROWS:
         return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
     if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
