@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape, QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
-from cupy_awq.reference import _quiet, _round
+from cupy_awq.reference import _quiet, round_once
 
 Array = npt.NDArray[Any]
 F32 = np.float32
@@ -221,5 +221,5 @@ def finish(y: Array, bias: Array | None, activation: Activation, out: Array) -> 
     """Add the bias to y, apply the activation, write the result to ``out`` with one rounding, and return ``out``."""
     if bias is not None:
         y = y + bias.astype(np.float64)
-    out[...] = _round(activation(y), out.dtype)
+    out[...] = round_once(activation(y), out.dtype)
     return out

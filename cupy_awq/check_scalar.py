@@ -26,7 +26,7 @@ def shorten(value: object) -> str:
     """
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (type, np.generic)):
         return f"an array {type(value).__name__}"
     try:
         text = repr(value)

@@ -71,9 +71,10 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
     """Open a 4-bit checkpoint as a mapping from names to `AwqLinear` layers (quantized modules) and arrays (tensors).
 
     The supported formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
-    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are validated by this call. A module is read from the
-    memory-mapped file at the first access of its name, repacked unless its format is AutoAWQ's "gemm", and copied to
-    the device once. On the CPU, layers from "gemm" files use the memory-mapped file without a copy.
+    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are validated by this call, except for the scales of
+    GGUF tensors, which are validated at first access. A module is read from the memory-mapped file at the first access
+    of its name, repacked unless its format is AutoAWQ's "gemm", and copied to the device once. On the CPU, layers from
+    "gemm" files use the memory-mapped file without a copy.
 
     A module with an activation order (``g_idx`` of GPTQ or compressed-tensors) has its rows sorted by group, and its
     layer has an `AwqLinear.order`. A module without ``qzeros`` is symmetric (every zero point is 8). A module that is
@@ -90,6 +91,7 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
     Raises:
         CheckpointError: the format is not supported, or the files are damaged or contradict each other. The message
             names the file and the tensor. It is a subclass of ValueError, raised before device memory is allocated.
+            The first access of a GGUF tensor also raises it, if scales are not finite.
         OSError: a file cannot be opened.
         TypeError: ``path`` or ``device`` has an unsupported type.
         ValueError: ``device`` does not exist.

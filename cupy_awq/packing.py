@@ -20,6 +20,9 @@ UNPACK_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 INT8_ORDER = (0, 2, 1, 3)
 """The element (0..3 within the word) that each byte holds. This permutation is its own inverse."""
 
+SYMMETRIC = 0x88888888
+"""The word that packs eight zero points of 8, the zero point of a symmetric weight."""
+
 
 def namespace(a: Array) -> Any:
     """Return the module ``numpy`` or ``cupy`` that an array belongs to, without importing CuPy.

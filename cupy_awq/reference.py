@@ -61,7 +61,7 @@ def dequantize(
     exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
     _, columns = _orders(spec.n)
     for rows, block in _blocks(qweight, scales, qzeros, spec, _BLOCK, exact):
-        out[rows] = _round(block, to).take(columns, axis=1)
+        out[rows] = round_once(block, to).take(columns, axis=1)
     return out
 
 
@@ -130,7 +130,7 @@ def matmul(
     y = form(y).reshape(shape)
     if residual is not None:
         y += residual.view(element)
-    out.view(element)[...] = _round(y, element)
+    out.view(element)[...] = round_once(y, element)
     return out
 
 
@@ -231,7 +231,7 @@ def _orders(n: int) -> tuple[Array, Array]:
     return planes, np.argsort(planes)
 
 
-def _round(a: Array, dtype: np.dtype[Any]) -> Array:
+def round_once(a: Array, dtype: np.dtype[Any]) -> Array:
     """Return `a` converted to `dtype`, rounded once to nearest, ties to even."""
     if a.dtype == np.float64 and dtype == check.BFLOAT16:
         # ml_dtypes rounds to float32 first, and rounding to nearest twice can give a wrong result. With round-to-odd as

@@ -428,3 +428,9 @@ def test_gated_weight_needs_halves_of_whole_words() -> None:
     message = "qweight: expected N divisible by 16 for a gated activation, got N = 24"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check.validate_product(X, spec, activation="swiglu")
+
+
+def test_messages_show_scalars_and_classes_of_numpy_and_name_arrays() -> None:
+    for value in (np.float64(32.0), np.float64, np.int64):
+        assert check_scalar.shorten(value) == repr(value)
+    assert check_scalar.shorten(np.ones(2)) == "an array ndarray"

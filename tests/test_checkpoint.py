@@ -113,6 +113,13 @@ def test_a_format_that_a_configuration_names_needs_entries_of_two_tables(
     assert_right(layers["a"], tensors, "a")
 
 
+def test_another_group_size_than_the_argument_says_is_refused(tmp_path: Path) -> None:
+    save_file(module("a"), tmp_path / "f")
+    message = "group_size: expected 16 as in the argument group_size, got 32 from the shapes"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "f", device="cpu", group_size=16)
+
+
 def test_group_size_of_minus_one_is_k(tmp_path: Path) -> None:
     layers = load(folder(tmp_path, module("a", g=K), CONFIG | {"group_size": -1}), device="cpu")
     assert layers["a"].group_size == K

@@ -293,3 +293,6 @@ def test_missing_and_odd_experts_are_named(tmp_path: Path) -> None:
         experts.stack(contents, "l", "up")
     with pytest.raises(CheckpointError, match=r"'l\.experts\.3\.up': expected .*group_size=16, .* got .*group_size=32"):
         experts.stack({"l.experts.1.up": contents["l.experts.2.up"], **contents}, "l", "up")
+    for index in (10**8, "9" * 5000):
+        with pytest.raises(CheckpointError, match="module 'l': expected at most 131072 modules and tensors"):
+            experts.stack({f"l.experts.{index}.up": contents["l.experts.2.up"], **contents}, "l", "up")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from cupy_awq import reference
-from cupy_awq.checkpoint import Module, experts, read
+from cupy_awq.checkpoint import CheckpointError, Module, experts, files, read
 from tests import packers
 from tests.format_files import save_folder
 from tests.packers import Packed
@@ -108,13 +108,22 @@ def test_fused_modules_become_one_module_per_expert(
     check(tmp_path, tensors, config, key)
 
 
-def test_fused_tensors_without_a_dot_are_those_of_a_module(tmp_path: Path) -> None:
+def test_fused_tensors_without_a_dot_are_those_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = [packers.compressed_tensors(w) for w in WEIGHTS]
     tensors = {
         f"{LAYER}.mlp.experts.gate_up_proj_{part.removeprefix('weight_')}": np.stack([parts[part] for parts in packed])
         for part in packed[0]
     }
     check(tmp_path, tensors, {"quantization_config": COMPRESSED}, "mlp.experts.{}.gate_up_proj")
+    assert list(read(tmp_path / "model.safetensors")) == list(read(tmp_path))
+    twice = tensors | {f"{LAYER}.mlp.experts.gate_up_proj.weight_scale": np.ones((COUNT, N, 2), np.float16)}
+    save_folder(tmp_path / "twice", twice, {"quantization_config": COMPRESSED})
+    for path in (tmp_path / "twice", tmp_path / "twice" / "model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"expected a unique name, got '.*gate_up_proj\.weight_scale' twice"):
+            read(path)
+    monkeypatch.setattr(files, "MAX_MODULES", COUNT - 1)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj': expected at most 2 modules and tensors, got 3"):
+        read(tmp_path)
 
 
 def test_a_list_of_modules_that_are_not_converted_is_not_evaluated(tmp_path: Path) -> None:

@@ -17,8 +17,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import load, reference
-from cupy_awq.checkpoint import CheckpointError, Module, Tensor, gguf_dense, gguf_file, read, summarize
+from cupy_awq.checkpoint import (
+    CheckpointError,
+    Contents,
+    Module,
+    ModuleSpec,
+    Tensor,
+    files,
+    gguf_dense,
+    gguf_file,
+    gguf_write,
+    read,
+    save,
+    summarize,
+)
 from cupy_awq.checkpoint.gguf_file import Blocks
+from cupy_awq.checkpoint.module import Pending
+from cupy_awq.tools.command_line import main
 
 Array = npt.NDArray[Any]
 
@@ -69,6 +84,53 @@ def test_dense_values_are_those_of_the_package(kind: str) -> None:
     assert found.dtype == np.float16
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(found, wanted.astype(np.float16))
+
+
+def test_types_that_numpy_has_are_read_without_a_cast(tmp_path: Path) -> None:
+    """In float16, 1e5 would become infinite and 3e-9 zero."""
+    brain = np.array([[1e5, 3e-9, -1, 0.01]] * 8, ml_dtypes.bfloat16)
+    integers = {f"i{bits}": np.array([-1, 2, 100], f"int{bits}") for bits in (8, 16, 32, 64)}
+    tensors = {name: (name.upper(), array) for name, array in integers.items()}
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.attn_q.weight": "model.layers.0.self_attn.q_proj.weight",
+    }
+    tensors |= {name: ("BF16", brain.view(np.uint8)) for name in names}
+    contents = read(write(tmp_path / "m.gguf", tensors, **HEADS))
+    gguf_write.write(tmp_path / "again.gguf", contents, {})
+    for found in (contents, read(tmp_path / "again.gguf")):
+        for name, array in integers.items():
+            assert found.read(name).dtype == array.dtype
+            np.testing.assert_array_equal(found.read(name), array)
+        for name in names.values():
+            assert found.dense_form(name) == ((8, 4), brain.dtype)
+            assert found.read(name).tobytes() == brain.tobytes()
+    assert summarize(contents).roundings == {}
+
+
+def test_dense_tensors_of_any_rank_have_their_form_before_and_after_writing(tmp_path: Path) -> None:
+    data = random_blocks("Q8_0", 6, 64)
+    vector = random_blocks("Q8_0", 1, 64)[0]
+    tensors = {"cube": ("Q8_0", data.reshape(3, 2, -1)), "vector.weight": ("Q8_0", vector)}
+    contents = read(write(tmp_path / "m.gguf", tensors, **HEADS))
+    assert contents.specs["cube"].n == 6
+    gguf_write.write(tmp_path / "again.gguf", contents, {})
+    again = read(tmp_path / "again.gguf")
+    for name, shape in (("cube", (3, 2, 64)), ("vector.weight", (64,))):
+        assert contents.dense_form(name) == (shape, np.float16)
+        assert again.read(name).shape == shape
+        np.testing.assert_array_equal(again.read(name), contents.read(name))
+    awq = {"blk.0.ffn_up.weight": ("Q4_0", random_blocks("Q4_0", 8, 32))}
+    save(tmp_path / "out", read(write(tmp_path / "m4.gguf", tensors | awq, **HEADS)), "gptq")
+    assert '"dynamic": {}' in (tmp_path / "out" / "config.json").read_text()  # neither is a dense linear layer
+
+
+def test_tensor_of_another_size_than_its_header_says_is_not_written(tmp_path: Path) -> None:
+    spec = ModuleSpec(4, 4, 4, "symmetric", np.dtype(np.float16), bits=8)
+    wrong = Pending(spec, lambda: Tensor(np.ones((2, 4), np.float16), tmp_path), is_dense=True)
+    with pytest.raises(ValueError, match="t: expected 32 bytes in the file, got 16"):
+        gguf_write.write(tmp_path / "m.gguf", Contents({"t": wrong}, "", "gguf"), {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_load_gives_hugging_face_names_layers_and_dense_tensors(tmp_path: Path) -> None:
@@ -157,6 +219,79 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path, value: float) ->
     contents = read(write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": ("Q4_K", data.reshape(8, -1))}, **HEADS))
     with pytest.raises(CheckpointError, match=r"ffn_up\.weight.*: d \* sc: expected finite"):
         contents["model.layers.0.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "message"),
+    [
+        ("F64", np.ones(8), r"expected float16 or bfloat16 or float32 \[N\] = \[8\], got float64 \[8\]"),
+        ("I32", np.ones(8, np.int32), r"got int32 \[8\]"),
+        ("F32", np.ones(7, np.float32), r"got float32 \[7\]"),
+        ("F32", np.full(8, np.nan, np.float32), "expected finite values, got NaN or infinity"),
+        ("F16", np.full(8, np.inf, np.float16), "expected finite values, got NaN or infinity"),
+    ],
+)
+def test_biases_that_no_layer_can_add_are_refused(tmp_path: Path, kind: str, bias: Array, message: str) -> None:
+    tensors = {"blk.0.attn_q.weight": ("Q4_0", random_blocks("Q4_0", 8, 32)), "blk.0.attn_q.bias": (kind, bias)}
+    with pytest.raises(CheckpointError, match=rf"m\.gguf: tensor 'blk\.0\.attn_q\.weight': bias: .*{message}"):
+        read(write(tmp_path / "m.gguf", tensors, **HEADS))
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    tensors = {name: ("F32", np.ones(4096, np.float32)) for name in ("first", "other")}
+    path = write(tmp_path / "m.gguf", tensors, **HEADS)
+    content = path.read_bytes()
+    offset = (4 * 4096).to_bytes(8, "little")
+    assert content.count(offset) == 1
+    path.write_bytes(content.replace(offset, bytes(8)))  # both tensors begin at the first byte of the data
+    assert sorted(read(path)) == ["first", "other"]  # no larger than the file
+    path.write_bytes(content.replace(offset, bytes(8))[: -4 * 4096])
+    with pytest.raises(CheckpointError, match=r"m\.gguf: expected tensors that do not overlap, got 32768 bytes in"):
+        read(path)
+
+
+def test_number_of_experts_and_tensors_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"blk.0.ffn_up_exps.weight": ("F32", np.ones((9, 1, 1), np.float32))}
+    vectors = {f"v{i}": ("F32", np.ones(1, np.float32)) for i in range(9)}
+    for name, tensors in (("experts", experts), ("vectors", vectors)):
+        path = write(tmp_path / f"{name}.gguf", tensors, **HEADS)
+        monkeypatch.setattr(files, "MAX_MODULES", 9)
+        assert len(read(path)) == 9
+        monkeypatch.setattr(files, "MAX_MODULES", 8)
+        with pytest.raises(CheckpointError, match=rf"{name}\.gguf.*: expected at most 8 modules and tensors, got 9"):
+            read(path)
+
+
+def test_summary_of_groups_and_zero_points_is_that_of_4_bit_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {
+        "blk.0.ffn_up.weight": ("Q4_1", random_blocks("Q4_1", 8, 512)),
+        "blk.0.ffn_gate.weight": ("Q4_1", random_blocks("Q4_1", 8, 512)),
+        "blk.0.ffn_down.weight": ("Q6_K", random_blocks("Q6_K", 8, 512)),
+    }
+    path = write(tmp_path / "m.gguf", tensors, **HEADS)
+    summary = summarize(read(path))
+    assert (summary.bits, summary.group_size, summary.symmetric) == (4, 32, False)
+    assert summary.exceptions == {"model.layers.0.mlp.down_proj.weight": "6 bits"}
+    assert main(["info", str(path)]) == 0
+    assert "\n4 bits, group size 32, asymmetric\n" in capsys.readouterr().out
+    path = write(tmp_path / "dense.gguf", {"output.weight": tensors["blk.0.ffn_down.weight"]}, **HEADS)
+    assert main(["info", str(path)]) == 0
+    assert "\n6 bits, all read as dense tensors\n" in capsys.readouterr().out
+
+
+def test_convert_prints_what_reading_has_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {
+        "blk.0.ffn_up.weight": ("Q4_0", random_blocks("Q4_0", 8, 256)),
+        "blk.0.ffn_down.weight": ("Q6_K", random_blocks("Q6_K", 8, 256)),
+    }
+    path = write(tmp_path / "m.gguf", tensors, **HEADS)
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))  # not a model
+    assert main(["convert", str(path), str(tmp_path / "out"), "--format", "gptq"]) == 0
+    assert capsys.readouterr().err == "rounded: Q6_K to dense float16 (1 module)\n"
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--format", "autoawq"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_experts_have_a_key_each(tmp_path: Path) -> None:

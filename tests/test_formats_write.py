@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_awq.checkpoint import Contents, Module, read, safetensors, save, write
+from cupy_awq.checkpoint import Contents, Module, Tensor, read, safetensors, save, write
 from tests import packers
 from tests.format_files import save_folder
 from tests.packers import Packed, weights
@@ -93,6 +94,13 @@ def test_checkpoint_above_the_size_of_a_shard_gets_an_index(tmp_path: Path, monk
     again = read(tmp_path / "out")
     assert sorted(again) == sorted(contents)
     assert [again.read(f"t{i}")[0] for i in range(3)] == [0, 1, 2]
+
+
+def test_many_small_tensors_are_written_in_linear_time(tmp_path: Path) -> None:
+    value = Tensor(np.zeros(1, np.float16), tmp_path)
+    start = time.perf_counter()
+    save(tmp_path / "out", Contents({f"t{i}": value for i in range(30_000)}, "", ""), "compressed-tensors")
+    assert time.perf_counter() - start < 6
 
 
 def test_modules_of_different_groups_are_written_where_the_format_can(tmp_path: Path) -> None:

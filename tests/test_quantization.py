@@ -339,6 +339,15 @@ def test_inverse_factor_is_the_cholesky_factor_of_the_inverse() -> None:
     np.testing.assert_allclose(u.T @ u, np.linalg.inv(second), rtol=1e-4, atol=1e-7)
 
 
+def test_inputs_whose_sum_overflows_are_refused_and_not_added() -> None:
+    sums, x = MomentSum(), np.full((1, 2), 1.5e19, np.float32)
+    sums.add(x)
+    with pytest.raises(ValueError, match=r"^inputs: expected finite values .* overflow$"):
+        sums.add(x)
+    assert sums.mean().tokens == 1
+    assert np.isfinite(sums.mean().second).all()
+
+
 def test_one_sided_ranges_include_zero() -> None:
     grid = fit_grid(np.array([1.0]), np.array([1.5]), FLOAT16, symmetric=False)
     assert (grid.zero[0], float(grid.scale[0])) == (0, pytest.approx(0.1, rel=1e-3))

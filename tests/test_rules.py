@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.rules import Pattern
+from cupy_awq.checkpoint.module import ModuleTensors
+from cupy_awq.checkpoint.rules import Pattern, Rules, read_rules
 
 atoms = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"\w", "[a-c0-3]", "^", "$", "(?=a)", "(?!b)"])
 expressions = st.recursive(
@@ -58,3 +60,27 @@ def test_expressions_that_are_not_supported_are_refused(text: str) -> None:
 def test_long_names_are_refused() -> None:
     with pytest.raises(CheckpointError, match="at most 500 characters"):
         Pattern("a").match("a" * 501)
+
+
+def found(rules: Rules, name: str) -> int | None:
+    """The number in the settings of a module, or None without settings."""
+    return rules.settings(ModuleTensors(name, Path("file"), "qweight", {})).get("number")
+
+
+@given(texts=st.lists(st.sampled_from(["^a$", "^ab$", r"^a\.b$", "^[a]$", "a", "^a", "b$", "^a|^$", "^$", ".*b"])))
+def test_first_expression_that_matches_applies_whether_it_is_a_name_or_not(texts: list[str]) -> None:
+    rules = read_rules({text: {"number": i} for i, text in enumerate(texts)}, "dynamic", "file", has_names=False)
+    unique = list(dict.fromkeys(texts))
+    for name in ("a", "ab", "a.b", "axb", "b", ""):
+        matching = [text for text in unique if re.match(text, name)]
+        last = {text: i for i, text in enumerate(texts)}
+        assert found(rules, name) == (last[matching[0]] if matching else None)
+
+
+def test_names_of_all_dense_modules_take_no_steps() -> None:
+    """A mixture of experts that `save` wrote has a rule for each router, and many more modules."""
+    dense = [f"model.layers.{layer}.mlp.gate" for layer in range(64)]
+    rules = read_rules({f"-:^{re.escape(name)}$": {} for name in dense}, "dynamic", "file", has_names=False)
+    for layer in range(64):
+        for expert in range(64):
+            assert found(rules, f"model.layers.{layer}.mlp.experts.{expert}.up_proj") is None

@@ -152,10 +152,14 @@ def test_nested_tuples_cannot_fill_the_memory(tmp_path: Path) -> None:
         ({"stride": (2**63,)}, "integers"),
         ({"size": (1,) * 9, "stride": (1,) * 9}, "integers"),
         ({"size": ("3",)}, "integers"),
+        ({"size": (1,), "stride": (2**63 - 1,), "dtype": "float16"}, "a shape that NumPy supports"),
+        ({"size": (0, 2**62), "stride": (1, 1), "dtype": "float16"}, "a shape that NumPy supports"),
     ],
 )
 def test_tensor_beyond_its_storage_is_refused(tmp_path: Path, changes: dict[str, Any], fragment: str) -> None:
-    refused(file(tmp_path, {"t": tensor("0", "uint8", (3,), 32, **changes)}), "tensor 't'", fragment)
+    dtype = changes.pop("dtype", "uint8")
+    elements = 32 // np.dtype(dtype).itemsize
+    refused(file(tmp_path, {"t": tensor("0", dtype, (3,), elements, **changes)}), "tensor 't'", fragment)
 
 
 def test_archives_of_another_form_are_refused(tmp_path: Path) -> None:

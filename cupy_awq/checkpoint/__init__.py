@@ -27,9 +27,9 @@ HQQ_FILE = "qmodel.pt"
 def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> Contents:
     """Open a checkpoint and return its quantized modules and plain tensors by name.
 
-    This function validates headers, scales and permutations. The codes of a module are repacked whenever the module is
-    accessed. Plain tensors that need no conversion, and modules in AutoAWQ's "gemm" format, are views of the
-    memory-mapped files.
+    This function validates headers, scales and permutations; the scales of GGUF tensors are validated at first access.
+    The codes of a module are repacked whenever the module is accessed. Plain tensors that need no conversion, and
+    modules in AutoAWQ's "gemm" format, are views of the memory-mapped files.
 
     Args:
         path: a folder, or a safetensors, GGUF or PyTorch file, as in `cupy_awq.load`.
@@ -56,10 +56,7 @@ def _read_folder(folder: Path, group_size: int | None) -> Contents:
     if (folder / HQQ_FILE).is_file():
         raise CheckpointError(f"{folder / HQQ_FILE}: expected safetensors, got hqq's own pickle; save as safetensors")
     entry = config.read(folder)
-    arrays = tensors.read(folder)
-    renamed = experts.rename_fused(arrays)
-    arrays = {renamed.get(name, name): tensor for name, tensor in arrays.items()}
-    return _open_modules(arrays, detect.detect(arrays, entry, group_size))
+    return _open_safetensors(folder, entry, group_size)
 
 
 def _read_file(file: Path, group_size: int | None) -> Contents:
@@ -75,8 +72,20 @@ def _read_file(file: Path, group_size: int | None) -> Contents:
     if file.suffix not in ("", ".safetensors") and not _has_safetensors_header(file):
         expected = "a folder, or a safetensors, GGUF or llm-awq (.pt) file"
         raise CheckpointError(f"{file}: expected {expected}, got a file that begins with {magic!r}")
-    arrays = tensors.read(file)
-    return _open_modules(arrays, detect.detect(arrays, None, group_size))
+    return _open_safetensors(file, None, group_size)
+
+
+def _open_safetensors(path: Path, entry: config.Entry | None, group_size: int | None) -> Contents:
+    found = tensors.read(path)
+    renamed = experts.rename_fused(found)
+    arrays: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        key = renamed.get(name, name)
+        if key in arrays:
+            where = f"{tensor.file}: tensor {name!r:.200}"
+            raise CheckpointError(f"{where}: expected a unique name, got {key!r:.200} twice")
+        arrays[key] = tensor
+    return _open_modules(arrays, detect.detect(arrays, entry, group_size))
 
 
 def _has_safetensors_header(file: Path) -> bool:

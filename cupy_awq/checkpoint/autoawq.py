@@ -16,10 +16,8 @@ import numpy as np
 from cupy_awq.checkpoint.module import INT32, SCALES, Array, ModuleSpec, ModuleTensors, Pending
 from cupy_awq.checkpoint.rules import Rules
 from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.packing import SYMMETRIC
 from cupy_awq.weight import PackedWeight
-
-SYMMETRIC = 0x88888888
-"""The 32-bit word that packs eight zero points of 8."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class AutoAwq:
         configured = settings.get("group_size", self.group_size)
         expected = k if configured == -1 else configured
         if expected is not None and weight.group_size != expected:
-            stated = f"{expected!r:.80} as in {self.source}"
+            stated = f"{expected!r:.80} as in {self.source or 'the argument group_size'}"
             raise tensors.error(f"group_size: expected {stated}, got {weight.group_size} from the shapes")
         bias = tensors.bias(n)
         spec = ModuleSpec(k, n, weight.group_size, weight.spec.zeros, weight.dtype, bias_dtype=tensors.bias_dtype())

@@ -34,7 +34,7 @@ from cupy_awq.checkpoint.module import (
 )
 from cupy_awq.checkpoint.rules import Budget, Pattern
 from cupy_awq.checkpoint.tensors import Module
-from cupy_awq.packing import pack_int4
+from cupy_awq.packing import SYMMETRIC, pack_int4
 from cupy_awq.weight import PackedWeight
 
 FORMAT = "pack-quantized"
@@ -152,7 +152,7 @@ class CompressedTensors:
             symmetric = not zeros.any()
         else:
             zeros = tensors.array(name, INT32, "[N/8, ceil(K/G)]", (n // 8, count))
-            symmetric = bool((zeros.view(np.uint32) == np.uint32(0x88888888)).all())
+            symmetric = bool((zeros.view(np.uint32) == np.uint32(SYMMETRIC)).all())
         if scheme.symmetric and not symmetric:
             raise tensors.error(f"{name}: expected zeros alone, since symmetric is true, got others")
         return None if symmetric else zeros

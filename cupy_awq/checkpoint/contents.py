@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.checkpoint import experts
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_count
 from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
@@ -27,8 +27,9 @@ Activation scales are plain tensors, although their names end in "scales" like t
 class Contents(Mapping[str, Module | Tensor]):
     """A read-only mapping from names to the quantized modules and plain tensors of a checkpoint, on the CPU.
 
-    All headers and scales are validated. A module is repacked at each access and not cached. Plain tensors are
-    read-only views of the mapped files, unless they are converted from quantized ones, also at each access.
+    All headers and scales are validated; the scales of GGUF tensors are validated at first access. A module is repacked
+    at each access and not cached. Plain tensors are read-only views of the mapped files, unless they are converted from
+    quantized ones, also at each access.
 
     Args:
         entries: the modules and plain tensors by name.
@@ -63,7 +64,7 @@ class Contents(Mapping[str, Module | Tensor]):
         """Return the shape and dtype of the dense tensor ``name`` without converting it."""
         entry = self._entries[name]
         if isinstance(entry, Pending):
-            return (entry.spec.n, entry.spec.k), entry.spec.dtype
+            return entry.shape or (entry.spec.n, entry.spec.k), entry.spec.dtype
         return entry.array.shape, entry.array.dtype
 
     def __getitem__(self, name: str) -> Module | Tensor:
@@ -104,8 +105,8 @@ class Summary:
         format: the name of the format, or None if no module is quantized.
         found: a sentence that states the format and the file and field that identify it.
         bits: the number of bits per code in most modules, or None if no module is quantized.
-        group_size: the number of rows of W per group in most modules, or None if no module is quantized.
-        symmetric: whether all zero points are 8; None if modules differ or no module is quantized.
+        group_size: the number of rows of W per group in most 4-bit modules, or None without 4-bit modules.
+        symmetric: whether all zero points of 4-bit modules are 8; None if these differ or there are none.
         act_order: whether any module permutes x (activation order).
         exceptions: a description of how a module differs from most modules, by module name.
         roundings: the number of modules for each description of a rounding (`ModuleSpec.rounding`); modules whose
@@ -125,20 +126,23 @@ class Summary:
 def summarize(contents: Contents) -> Summary:
     """Return a description of a checkpoint for the command ``info``, without converting any module."""
     specs = contents.specs
-    forms = Counter((spec.bits, spec.group_size, str(spec.dtype)) for spec in specs.values())
-    bits, group_size, dtype = forms.most_common(1)[0][0] if forms else (None, None, "")
+    packed = {name: spec for name, spec in specs.items() if contents.is_module(name)}  # a dense tensor has no groups
+    widths = Counter(spec.bits for spec in specs.values())
+    bits = widths.most_common(1)[0][0] if widths else None
+    forms = Counter((spec.group_size, str(spec.dtype)) for spec in packed.values())
+    group_size, dtype = forms.most_common(1)[0][0] if forms else (None, "")
     exceptions = {}
     for name, spec in specs.items():
         differing = []
         if spec.bits != bits:
             differing.append(f"{spec.bits} bits")
-        if spec.group_size != group_size:
+        if name in packed and spec.group_size != group_size:
             differing.append(f"group size {spec.group_size}")
-        if str(spec.dtype) != dtype:
+        if name in packed and str(spec.dtype) != dtype:
             differing.append(f"{spec.dtype} scales")
         if differing:
             exceptions[name] = ", ".join(differing)
-    forms_of_zeros = {spec.zeros == "symmetric" for spec in specs.values()}
+    forms_of_zeros = {spec.zeros == "symmetric" for spec in packed.values()}
     return Summary(
         format=contents.format_name,
         found=contents.found,
@@ -156,7 +160,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
 
     If modules have warnings, only the first warning is issued, with the number of such modules. Raises CheckpointError
     if the tensors of a module contradict each other or the configuration, if a module has scales or zero points but no
-    codes, or if a name occurs twice.
+    codes, if a name occurs twice, or if there are too many modules and tensors.
 
     Returns:
         The modules (`Pending`), followed by the plain tensors, by name.
@@ -180,6 +184,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
             if key in entries:
                 raise CheckpointError(f"{of_module.where}: expected a unique name, got {key!r:.200} twice")
             entries[key] = pending
+            check_count(len(entries), str(tensor.file))
             if pending.warning:
                 notes.append(pending.warning)
     for name, tensor in tensors.items():
@@ -192,6 +197,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
         if name in entries:
             raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected a unique name, got that of a module")
         entries[name] = tensor
+        check_count(len(entries), str(tensor.file))
     warn_first(notes)
     return entries
 

@@ -19,10 +19,11 @@ from cupy_awq.checkpoint.autoawq import AutoAwq
 from cupy_awq.checkpoint.autoawq_gemv import Gemv, GemvFast
 from cupy_awq.checkpoint.config import Entry
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.gptq import ONES, SYMMETRIC, Gptq
+from cupy_awq.checkpoint.gptq import ONES, Gptq
 from cupy_awq.checkpoint.module import Array, Format
 from cupy_awq.checkpoint.rules import read_rules
 from cupy_awq.checkpoint.tensors import Tensor
+from cupy_awq.packing import SYMMETRIC
 
 Tensors = Mapping[str, Tensor]
 
@@ -95,7 +96,7 @@ def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: st
     if "bits" in table and "group_size" in table:
         if any(tensor.array.dtype == np.uint32 for tensor in tensors.values()):
             return _read_mlx(tensors, table, where)
-        layouts = {layout for layout, _, _ in _match_layouts(tensors)}
+        layouts = {_match_layout(tensor.array, scales) for _, tensor, scales in _find_codes(tensors)}
         if any(name.endswith("g_idx") for name in tensors) or layouts == {"gptq"}:
             return _read_gptq(tensors, table, where)
     raise CheckpointError(f"{where}: expected a quant_method or a version, got neither, and ambiguous tensors")
@@ -253,10 +254,6 @@ def _find_codes(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
             scales = tensors.get(name.removesuffix("qweight") + "scales")
             found.append((name, tensor, None if scales is None else scales.array))
     return found
-
-
-def _match_layouts(tensors: Tensors) -> list[tuple[str | None, str, Tensor]]:
-    return [(_match_layout(tensor.array, scales), name, tensor) for name, tensor, scales in _find_codes(tensors)]
 
 
 def _match_layout(codes: Array, scales: Array | None) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_count
 from cupy_awq.checkpoint.module import ModuleTensors
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
@@ -69,7 +69,7 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
 
     Raises:
         CheckpointError: the first axes of the tensors differ, or the codes have three axes, but ``name`` is not the
-            name of a fused module.
+            name of a fused module; or there are too many experts.
     """
     array = tensors[codes].array
     if array.ndim != 3:
@@ -79,16 +79,17 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
     where = f"{file}: module {name!r:.200}"
     if name_expert(name, 0) is None or 0 in array.shape:
         raise CheckpointError(f"{where}: {codes}: expected two axes, got shape {list(array.shape)}")
+    check_count(count, where)
     for part, tensor in tensors.items():
         if part != "weight_shape" and tensor.array.shape[:1] != (count,):
             found = list(tensor.array.shape)
             raise CheckpointError(f"{where}: {part}: expected {count} experts as {codes} has, got shape {found}")
     for expert in range(count):
-        slices = {part: Tensor(_slice(part, tensor.array, expert, count), file) for part, tensor in tensors.items()}
+        slices = {part: Tensor(_slice(part, tensor.array, expert), file) for part, tensor in tensors.items()}
         yield str(name_expert(name, expert)), ModuleTensors(name, file, codes, slices, expert)
 
 
-def _slice(part: str, array: Array, expert: int, count: int) -> Array:
+def _slice(part: str, array: Array, expert: int) -> Array:
     if part == "weight_shape" and array.ndim == 1:
         return array[-2:]
     return np.asarray(array[expert])
@@ -120,14 +121,17 @@ def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, 
 
     Raises:
         CheckpointError: an expert is missing, or differs from expert 0 in its shape, group size, dtype, form of the
-            zero points, or dtype of the bias; the message names the first such expert.
+            zero points, or dtype of the bias; the message names the first such expert. Or there are too many.
     """
     prefix, suffix = f"{layer}.experts.", f".{projection}"
     if count is None:
         middles = [
             name[len(prefix) : -len(suffix)] for name in contents if name.startswith(prefix) and name.endswith(suffix)
         ]
-        count = 1 + max((int(middle) for middle in middles if middle.isascii() and middle.isdigit()), default=0)
+        # An index of more digits exceeds every limit, and its conversion to an integer can take long.
+        indices = (int(middle[:20]) for middle in middles if middle.isascii() and middle.isdigit())
+        count = 1 + max(indices, default=0)
+    check_count(count, f"module {layer!r:.200}")
     first = _read_expert(contents, f"{prefix}0{suffix}")
     arrays: list[Any] = [
         None if part is None else np.empty((count, *part.shape), part.dtype) for part in _list_arrays(first)

@@ -29,6 +29,12 @@ A parsed value takes about 80 bytes, so the limit bounds the memory to about 340
 MAX_JSON_NAMES = 1 << 21
 """The largest accepted number of object keys in a JSON text. A parsed key takes about 200 bytes."""
 
+MAX_MODULES = 1 << 17
+"""The largest accepted number of modules and tensors in a checkpoint, counting each expert.
+
+The largest models have about 70,000. Each takes a few hundred bytes, but its tensors can have two bytes in the file.
+"""
+
 _SCAN_BYTES = 1 << 24
 """The number of bytes of a JSON text that `check_json` scans at a time."""
 
@@ -112,6 +118,12 @@ def _byte_table(values: dict[str, int]) -> npt.NDArray[np.int8]:
 
 _KINDS = _byte_table({"[{]},": 1})
 _STEPS = _byte_table({"[{": 1, "]}": -1})
+
+
+def check_count(count: int, where: str) -> None:
+    """Raise CheckpointError, whose message starts with ``where``, if ``count`` exceeds `MAX_MODULES`."""
+    if count > MAX_MODULES:
+        raise CheckpointError(f"{where}: expected at most {MAX_MODULES} modules and tensors, got {count}")
 
 
 @contextlib.contextmanager

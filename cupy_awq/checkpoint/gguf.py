@@ -7,6 +7,7 @@ float16, or dense bfloat16 if they are Q4_K with scales beyond the range of floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.check import BFLOAT16, FLOAT16
+from cupy_awq.check import BFLOAT16, FLOAT16, FLOATS
 from cupy_awq.checkpoint import gguf_dense, gguf_file, gguf_q4
 from cupy_awq.checkpoint.contents import Contents, warn_first
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_count
 from cupy_awq.checkpoint.gguf_file import Blocks
-from cupy_awq.checkpoint.module import ModuleSpec, Pending
+from cupy_awq.checkpoint.module import ModuleSpec, Pending, is_finite
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 Array = npt.NDArray[Any]
@@ -69,13 +70,14 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
         blocks: the tensors of the file by GGUF name.
 
     Raises:
-        CheckpointError: tensors or metadata contradict each other, or two tensors get the same name.
+        CheckpointError: tensors or metadata contradict each other, two tensors get the same name, or there are too
+            many.
     """
     heads = find_permuted_heads(path, metadata)
     entries: dict[str, Pending | Tensor] = {}
     for name, block in blocks.items():
-        for key, part, count in _name_tensors(name, block, heads):
-            where = f"{path}: tensor {name!r:.200}"
+        where = f"{path}: tensor {name!r:.200}"
+        for key, part, count in _name_tensors(name, block, heads, where):
             bias = blocks.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
             entry = _open_tensor(path, part, key, count, bias, where)
             if isinstance(entry, Pending) and not entry.is_dense:
@@ -83,6 +85,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
             if key in entries:
                 raise CheckpointError(f"{where}: expected a unique name, got {key!r:.200} twice")
             entries[key] = entry
+        check_count(len(entries), str(path))
     for name in [name for name, entry in entries.items() if isinstance(entry, Pending) and entry.spec.bias_dtype]:
         entries.pop(f"{name}.bias", None)
     warn_first([entry.warning for entry in entries.values() if isinstance(entry, Pending) and entry.warning])
@@ -97,11 +100,11 @@ def rename_tensors(
 
     ``heads`` is None if the rows of the tensor are in Hugging Face's order, else the tensor's number of heads: GGUF
     interleaves the rows of each head, which `restore_rows` reverses. Raises CheckpointError if the metadata has a
-    malformed number of heads.
+    malformed number of heads, or if a tensor has too many experts.
     """
     heads = find_permuted_heads(path, metadata)
     for name, block in blocks.items():
-        yield from _name_tensors(name, block, heads)
+        yield from _name_tensors(name, block, heads, f"{path}: tensor {name!r:.200}")
 
 
 def restore_rows(block: Blocks, heads: int | None) -> Blocks:
@@ -127,10 +130,13 @@ def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, in
     return counts
 
 
-def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
+def _name_tensors(
+    name: str, block: Blocks, heads: Mapping[str, int], where: str
+) -> list[tuple[str, Blocks, int | None]]:
     """Return (Hugging Face name, blocks, heads) for a tensor, with ``heads`` as in `rename_tensors`.
 
-    The list has one item, or one per expert if the tensor holds all experts of a layer.
+    The list has one item, or one per expert if the tensor holds all experts of a layer. Raises CheckpointError, whose
+    message starts with ``where``, for too many experts.
     """
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
@@ -142,6 +148,7 @@ def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tu
     layer = f"model.layers.{number}"
     if part in EXPERT_NAMES and len(block.shape) == 3 and suffix == "weight":
         count, n, k = block.shape
+        check_count(count, where)
         rows = block.data.reshape(count, n, -1)
         projection = EXPERT_NAMES[part]
         return [
@@ -167,17 +174,16 @@ def _open_tensor(
         where: the start of error messages.
 
     Raises:
-        CheckpointError: the shapes of weight, bias and heads contradict each other.
+        CheckpointError: the shapes of weight, bias and heads contradict each other, or the bias of a 4-bit module is
+            not finite or has an unsupported dtype.
     """
     if heads is not None and block.shape[0] % (2 * heads):
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
-    n, k = block.shape[0], block.shape[-1]
+    n, k = math.prod(block.shape[:-1]), block.shape[-1]
     is_packed = block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith(LINEAR_ENDINGS)
     overflows = is_packed and block.kind == "Q4_K" and gguf_q4.overflows(block.data)
     if is_packed and not overflows:
-        values = None if bias is None else _deinterleave(gguf_dense.read_values(bias, where), heads)
-        if values is not None and values.shape != (n,):
-            raise CheckpointError(f"{where}: bias: expected [N] = [{n}], got {list(values.shape)}")
+        values = None if bias is None else _deinterleave(_read_bias(bias, n, where), heads)
         pending = gguf_q4.open_module(block, where, values)
         if heads is None:
             return pending
@@ -186,9 +192,22 @@ def _open_tensor(
         return Tensor(gguf_dense.read_values(block, where), path)
     bits = 8 * block.data.shape[-1] // k
     dtype = BFLOAT16 if overflows else gguf_dense.PLAIN.get(block.kind, FLOAT16)
-    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=f"{block.kind} to dense {dtype}")
+    rounding = "" if block.kind in gguf_dense.PLAIN else f"{block.kind} to dense {dtype}"
+    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=rounding)
     warning = f"{where}: scales beyond the range of float16; the weight becomes dense bfloat16" if overflows else ""
-    return Pending(spec, partial(_convert_dense, path, block, heads, where, dtype), warning, is_dense=True)
+    repack = partial(_convert_dense, path, block, heads, where, dtype)
+    return Pending(spec, repack, warning, is_dense=True, shape=block.shape)
+
+
+def _read_bias(bias: Blocks, n: int, where: str) -> Array:
+    """Return a bias [N]. Raises CheckpointError if its dtype is not in `FLOATS` or its values are not N finite ones."""
+    values = gguf_dense.read_values(bias, where)
+    if values.dtype not in FLOATS or values.shape != (n,):
+        expected = f"{' or '.join(map(str, FLOATS))} [N] = [{n}]"
+        raise CheckpointError(f"{where}: bias: expected {expected}, got {values.dtype} {list(values.shape)}")
+    if not is_finite(values):
+        raise CheckpointError(f"{where}: bias: expected finite values, got NaN or infinity")
+    return values
 
 
 def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:

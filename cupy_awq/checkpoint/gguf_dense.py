@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.check import FLOAT16
+from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.checkpoint.threads import run_ranges
@@ -26,9 +26,10 @@ CHUNK = 1 << 17
 """The number of values that are converted at a time."""
 
 PLAIN: dict[str, np.dtype[Any]] = {
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
+    "F16": FLOAT16,
+    "BF16": BFLOAT16,
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (32, 64)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
 }
 """The NumPy dtype for each GGML type that needs no conversion: such tensors are returned as views of the file."""
 
@@ -88,14 +89,6 @@ def _read_float16(blocks: Bytes, start: int, count: int) -> Array:
 def _unpack_nibbles(codes: Bytes) -> Bytes:
     """Return the low nibbles of bytes [..., B], followed by the high nibbles: uint8 [..., 2B]."""
     return np.concatenate([codes & 15, codes >> 4], axis=-1)
-
-
-def _dequantize_bf16(blocks: Bytes) -> Array:
-    bits: Array = np.ascontiguousarray(blocks).view(np.uint16)
-    values: Array = np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(
-        np.float32
-    )  # faster than astype from bfloat16
-    return values
 
 
 def _dequantize_q4_0(blocks: Bytes) -> Array:
@@ -174,7 +167,6 @@ def _dequantize_q6_k(blocks: Bytes) -> Array:
 
 
 CONVERTERS: dict[str, tuple[int, Callable[[Bytes], Array]]] = {
-    "BF16": (2, _dequantize_bf16),
     "Q4_0": (18, _dequantize_q4_0),
     "Q4_1": (20, _dequantize_q4_1),
     "Q5_0": (22, _dequantize_q5_0),

@@ -104,6 +104,9 @@ def write(
                 progress(done + 1, len(entries))
             for source in entry.sources:
                 rows = _pack_rows(contents, source, entry)
+                if rows.nbytes * len(entry.sources) != entry.nbytes:
+                    expected = entry.nbytes // len(entry.sources)
+                    raise ValueError(f"{source:.200}: expected {expected} bytes in the file, got {rows.nbytes}")
                 file.write(np.ascontiguousarray(interleave(rows, entry.heads)).reshape(-1).view(np.uint8).data)
             file.write(bytes(-file.tell() % ALIGNMENT))
 

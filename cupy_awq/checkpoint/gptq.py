@@ -31,10 +31,8 @@ from cupy_awq.checkpoint.module import (
 )
 from cupy_awq.checkpoint.rules import Rules
 from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.packing import SYMMETRIC
 from cupy_awq.weight import PackedWeight
-
-SYMMETRIC = 0x88888888
-"""The 32-bit word that packs eight zero points of 8."""
 
 ONES = 0x11111111
 """The constant that version 1 subtracts from every word of zero points."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.module import SCALES, Array, ModuleSpec, ModuleTensors, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.reference import round_once
 from cupy_awq.weight import PackedWeight
 
 UINT32 = (np.dtype(np.uint32),)
@@ -108,26 +108,9 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
         values *= scales[rows, :, None].astype(np.float64)
         values += biases[rows, :, None].astype(np.float64)
-        dense[rows] = round_once(values, scales.dtype)
+        with np.errstate(over="ignore"):  # values beyond the range become infinite
+            dense[rows] = round_once(values, scales.dtype)
     return Tensor(dense.reshape(n, k), tensors.file)
-
-
-def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Round float64 values to float16 or bfloat16 (to nearest, ties to even); values beyond the range become infinite.
-
-    >>> round_once(np.array([1 + 2**-8 + 2**-40]), check.BFLOAT16)
-    array([1.00781], dtype=bfloat16)
-    """
-    with np.errstate(over="ignore"):
-        if dtype == check.BFLOAT16:
-            # ml_dtypes rounds to float32 first, and rounding to nearest twice can give a wrong result. With
-            # round-to-odd as the first rounding, the second one is correct.
-            short = values.astype(np.float32)
-            bits = short.view(np.uint32)
-            bits -= np.abs(short) > np.abs(values)
-            bits |= short != values
-            values = short
-        return values.astype(dtype)
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Mlx:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of checkpoint formats: a `Format` validates the tensors of a module and returns a `Pending` module.
 
-Validation reads headers, scales, zero points and permutations. The codes are repacked when the module is accessed.
+Validation reads headers, scales, zero points and permutations. When a module is accessed, its codes are repacked; the
+scales of GGUF modules are also validated then.
 """
 
 from __future__ import annotations
@@ -80,9 +81,11 @@ class Pending(NamedTuple):
     warning: str = ""
     """A warning about the file for the user, or ""."""
     is_dense: bool = False
-    """Whether ``repack`` returns a dense Tensor [N, K]."""
+    """Whether ``repack`` returns a dense Tensor, [N, K] unless ``shape`` says otherwise."""
     arrays: tuple[Array | None, ...] = ()
     """The arrays that ``repack`` takes, on the CPU or a GPU; () if ``repack`` supports only the CPU."""
+    shape: tuple[int, ...] = ()
+    """The shape of the dense Tensor; () for [N, K]."""
 
     def convert(self, place: Callable[[Array], Array] | None = None) -> Module | Tensor:
         """Return the module, or a Tensor if ``is_dense``, with its codes repacked.

@@ -79,6 +79,14 @@ class Pattern:
         self._text = text
         self._budget = budget or Budget()
 
+    @property
+    def literal(self) -> str | None:
+        """The only name that matches if the expression is ^ and $ around ordinary characters, else None."""
+        first, *middle, last = self._tree if len(self._tree) > 1 else (None, None)
+        if first != (ops.AT, ops.AT_BEGINNING) or last != (ops.AT, ops.AT_END):
+            return None
+        return "".join(chr(value) for _, value in middle) if all(op is ops.LITERAL for op, _ in middle) else None
+
     def match(self, name: str) -> bool:
         """Return whether the expression matches at the start of ``name``.
 
@@ -200,11 +208,14 @@ class Rules:
         key: the key of the settings in the configuration, for error messages.
         exact: the settings by module name; these take precedence over ``patterns``.
         patterns: pairs of an expression and the settings of modules that match it; the first match applies.
+        literals: by module name, for the expressions that match only this name: the number of ``patterns`` that precede
+            the expression in the configuration, and the settings. A look-up takes no steps.
     """
 
     key: str = ""
     exact: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     patterns: tuple[tuple[Pattern, Mapping[str, Any]], ...] = ()
+    literals: Mapping[str, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
 
     def settings(self, tensors: ModuleTensors) -> Mapping[str, Any]:
         """Return the settings of a module, or {} if it has none.
@@ -213,8 +224,10 @@ class Rules:
         """
         found = self.exact.get(tensors.name)
         if found is None:
+            count, default = self.literals.get(tensors.name, (len(self.patterns), {}))
+            matches = (settings for pattern, settings in self.patterns[:count] if pattern.match(tensors.name))
             try:
-                found = next((settings for pattern, settings in self.patterns if pattern.match(tensors.name)), {})
+                found = next(matches, default)
             except CheckpointError as error:
                 raise tensors.error(f"{self.key}: {error}") from None
         bits = found.get("bits", 4)
@@ -243,7 +256,8 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
     if not isinstance(table, dict):
         raise CheckpointError(f"{where}: {key}: expected an object, got {table!r:.80}")
     exact: dict[str, Mapping[str, Any]] = {}
-    patterns = []
+    patterns: list[tuple[Pattern, Mapping[str, Any]]] = []
+    literals: dict[str, tuple[int, Mapping[str, Any]]] = {}
     budget = Budget()
     for name, settings in table.items():
         excludes = name.startswith("-:")
@@ -254,7 +268,11 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
         if has_names:
             exact.setdefault(text, values)
         try:
-            patterns.append((Pattern(text, budget), values))
+            pattern = Pattern(text, budget)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {key}: {error}") from None
-    return Rules(key, exact, tuple(patterns))
+        if pattern.literal is None:
+            patterns.append((pattern, values))
+        else:  # `save` writes one for each dense module; matched one by one, they would exhaust the budget
+            literals.setdefault(pattern.literal, (len(patterns), values))
+    return Rules(key, exact, tuple(patterns), literals)

@@ -194,10 +194,14 @@ def _view_tensor(
     # A stride of 0 repeats elements: without this limit, a small storage could expand to an array of any size.
     if count > elements or (count and last >= elements):
         raise CheckpointError(f"{where}: expected elements within {elements}, got {list(size)} with {list(stride)}")
-    if not count:
-        return np.empty(size, dtype)
     strides = [step * dtype.itemsize for step in stride]
-    return np.ndarray(size, dtype, mapped, start + offset * dtype.itemsize, strides)
+    try:
+        if not count:
+            return np.empty(size, dtype)
+        return np.ndarray(size, dtype, mapped, start + offset * dtype.itemsize, strides)
+    except (ValueError, OverflowError) as error:
+        found = f"{list(size)} with {list(stride)}"
+        raise CheckpointError(f"{where}: expected a shape that NumPy supports, got {found}: {error}") from None
 
 
 def _unpickle(text: bytes, path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import check_path, read_object
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
+from cupy_awq.packing import SYMMETRIC
 
 Array = npt.NDArray[Any]
 
@@ -33,10 +34,7 @@ SHARD_BYTES = 5_000_000_000
 """The largest size of a safetensors file in bytes; larger checkpoints are split into shards."""
 
 OWN_FILE = re.compile(r"model(-\d{5})?\.safetensors|" + re.escape(INDEX))
-"""The regular expression for the names of the safetensors files and the index that `save` writes."""
-
-SYMMETRIC = -0x77777778
-"""The 32-bit word that packs eight zero points of 8, as int32."""
+"""The regular expression for the names of the safetensors files and the index that `save` writes and replaces."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,15 @@ def save(
     complete checkpoint or raises CheckpointError.
 
     Args:
-        folder: the folder, which is created if it does not exist. A checkpoint in it that `save` wrote is replaced.
+        folder: the folder, which is created if it does not exist. Safetensors files and an index in it that have the
+            names that `save` writes (`OWN_FILE`) are replaced, whoever wrote them.
         contents: a checkpoint from `cupy_awq.checkpoint.read`, which may have been read from ``folder``.
         format_name: "autoawq", "compressed-tensors" or "gptq".
         progress: a callback (number of modules and tensors converted, total number), or None.
 
     Raises:
         CheckpointError: config.json is damaged, or a module cannot be read. It is a subclass of ValueError.
-        FileExistsError: the folder contains safetensors files or an index that `save` did not write.
+        FileExistsError: the folder contains safetensors files or an index of other names.
         OSError: a file cannot be written.
         ValueError: the format is unknown or cannot represent a module. In this case nothing is written.
     """
@@ -109,9 +108,9 @@ def save(
 
 
 def _list_earlier_files(path: Path) -> list[Path]:
-    """Return the files in a folder that an earlier `save` wrote.
+    """Return the safetensors files and indices in a folder, which have the names that `save` writes.
 
-    Raises FileExistsError if the folder has safetensors files or an index that `save` did not write.
+    Raises FileExistsError if the folder has one of another name.
     """
     found = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
     for file in found:
@@ -124,11 +123,13 @@ def _write_tensors(path: Path, contents: Contents, writer: Writer, progress: Cal
     """Write all tensors to one file, or to shards with an index; return the name of the file or of the index."""
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
+    nbytes = 0
     for name, array in _convert_tensors(contents, writer, progress):
-        if shard and sum(part.nbytes for part in shard.values()) + array.nbytes > SHARD_BYTES:
+        if shard and nbytes + array.nbytes > SHARD_BYTES:
             _write_shard(path, shard, files)
-            shard = {}
+            shard, nbytes = {}, 0
         shard[name] = array
+        nbytes += array.nbytes
     if not files:
         safetensors.write(path / "model.safetensors", shard)
         return "model.safetensors"
@@ -194,7 +195,7 @@ def _pack_zeros(module: Module) -> Array:
     weight = module.weight
     if weight.qzeros is not None:
         return np.asarray(weight.qzeros)
-    return np.full((len(weight.scales), weight.shape[1] // 8), SYMMETRIC, np.int32)
+    return np.full((len(weight.scales), weight.shape[1] // 8), SYMMETRIC, np.uint32).view(np.int32)
 
 
 def _restore_rows(module: Module) -> Array:

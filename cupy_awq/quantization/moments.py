@@ -75,13 +75,13 @@ class MomentSum:
         rows = x.reshape(-1, x.shape[-1]).astype(np.float32)
         second = rows.T @ rows
         absolute = xp.abs(rows).sum(axis=0)
+        if self._second is not None and self._absolute is not None:
+            with np.errstate(over="ignore"):  # the check below raises an error
+                second += self._second
+                absolute += self._absolute
         if not is_finite(to_host(xp.diagonal(second))):
             raise ValueError("inputs: expected finite values with finite squares, got NaN, infinity or an overflow")
-        if self._second is None or self._absolute is None:
-            self._second, self._absolute = second, absolute
-        else:
-            self._second += second
-            self._absolute += absolute
+        self._second, self._absolute = second, absolute
         self._tokens += len(rows)
 
     def mean(self) -> Moments:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cupy_awq import checkpoint
 from cupy_awq.checkpoint.write import WRITERS
 from cupy_awq.tools.progress import show_bar
 
@@ -19,23 +20,26 @@ CHOICES = (*WRITERS, *SUFFIXES.values())
 
 MORE = """
 
-Nothing is rounded: codes, scales and zero points keep their values, and a format that
-cannot hold them is an error that says why. SRC is any checkpoint that `info` reads.
-DST is a file for gguf and ak48, else a folder, new or empty.
+Writing rounds nothing; what `info` lists as rounded is rounded once when SRC is read.
+A format that cannot hold the codes, scales and zero points is an error that says why.
+SRC is any checkpoint that `info` reads. DST is a file for gguf and ak48, else a folder,
+new or empty.
 
   autoawq             packed zero points, one group size, no activation order
   compressed-tensors  packed or symmetric zero points, any group sizes, activation order
   gptq                packed zero points (version 2), one group size, activation order
   gguf                Q4_0 (symmetric) and Q4_1 (offsets): group sizes that are multiples
-                      of 32, float16 scales, no activation order
-  ak48                a Qwen3 of OrinMLLM; put tokenizer.json beside the file"""
+                      of 32, no activation order, scales and the products of scale and
+                      zero point that are exact in float16
+  ak48                a Qwen3 of OrinMLLM, its dense tensors as float16; put tokenizer.json
+                      beside the file"""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     examples = [
         "Qwen3-8B-GPTQ/ Qwen3-8B-CT/ --format compressed-tensors",
-        "model-v2.pt folder/ --format autoawq",
+        "model-v2.pt model.gguf",
         "Qwen3-8B-mlx-4bit/ qwen3.gguf",
         "Qwen3-8B-AWQ/ qwen3.ak48",
     ]
@@ -47,6 +51,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     from cupy_awq.llm.convert import convert
+    from cupy_awq.llm.readers import locate
+    from cupy_awq.tools.info import list_roundings
 
     suffix = SUFFIXES.get(args.target.suffix)
     name = args.format or suffix
@@ -55,7 +61,12 @@ def _convert(args: argparse.Namespace) -> int:
     if suffix != (name if name in SUFFIXES.values() else None):
         wanted = f"a file name that ends in .{name}" if name in SUFFIXES.values() else f"a folder for {name}"
         raise ValueError(f"DST: expected {wanted}, got {args.target}")
+    source = locate(args.source)
+    # ak48 files are read by cupy_awq.llm alone. The target may replace the source, so list the roundings first.
+    roundings = {} if source.suffix == ".ak48" else checkpoint.summarize(checkpoint.read(source)).roundings
     convert(args.source, args.target, name, show_bar if sys.stderr.isatty() else None)
+    for line in list_roundings(roundings):
+        print(line, file=sys.stderr)
     files = [args.target] if args.target.is_file() else [file for file in args.target.iterdir() if file.is_file()]
     print(f"{args.target}: {sum(os.path.getsize(file) for file in files) / 1e6:.1f} MB")
     return 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -129,10 +129,16 @@ def _format_lines(summary: dict[str, Any]) -> list[str]:
     """Return lines for the format, the most common parameters, the modules with other parameters, and roundings."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
-    lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]
+    has_groups = summary["group_size"] is not None
+    form = f", group size {summary['group_size']}, {zeros}{order}" if has_groups else ", all read as dense tensors"
+    lines = [summary["found"], f"{summary['bits']} bits{form}"]
     lines += [f"exception: {name}: {text}" for name, text in summary["exceptions"].items()]
-    lines += [f"rounded: {text} ({_count(count, 'module')})" for text, count in summary["roundings"].items()]
-    return [printable(line) for line in lines]
+    return [*map(printable, lines), *list_roundings(summary["roundings"])]
+
+
+def list_roundings(roundings: Mapping[str, int]) -> list[str]:
+    """Return a line for each description of a rounding in `Summary.roundings`."""
+    return [printable(f"rounded: {text} ({_count(count, 'module')})") for text, count in roundings.items()]
 
 
 def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
