@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -16,12 +18,14 @@ from safetensors.numpy import save_file
 from cupy_awq import checkpoint, llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.tensors import INDEX
-from cupy_awq.llm import ak48
+from cupy_awq.llm import Completion, LanguageModel, ak48
+from cupy_awq.llm.model import Model
 from cupy_awq.tools.command_line import main
 from tests import checkpoint_files, llm_models
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """The environment in which Python's streams and arguments are ASCII."""
+CUT = b"(ended by --max-tokens)\n"
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +50,12 @@ def run(
 def test_prompts_of_any_bytes_in_any_locale_are_answered(path: Path, locale: dict[str, str], prompt: bytes) -> None:
     choices = ["--max-tokens", "5", "--device", "cpu"]
     result = run(["generate", str(path), prompt, *choices], env=locale)
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, CUT)
     wanted = llm.load(path, device="cpu").generate(prompt.decode("utf-8", "replace"), max_tokens=5)[0].text
     if not locale:
         assert result.stdout.decode() == wanted + "\n"
     result = run(["generate", str(path), prompt, b"two", *choices], env=locale)
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, CUT * 2)
 
 
 @pytest.mark.parametrize("locale", [{}, PLAIN], ids=["utf-8", "posix"])
@@ -59,7 +63,7 @@ def test_chat_reads_lines_of_any_bytes_in_any_locale(path: Path, locale: dict[st
     result = run(
         ["chat", str(path), "--max-tokens", "3", "--device", "cpu"], lines=b"caf\xe9\n\xe2\x98\x95\n", env=locale
     )
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, CUT * 2)
     assert result.stdout.count(b"> ") == 3
 
 
@@ -68,7 +72,7 @@ def test_chat_reads_lines_of_any_bytes_in_any_locale(path: Path, locale: dict[st
 def test_closed_streams_are_no_error(path: Path, shell: str, command: str) -> None:
     more = {"generate": ["x", "--max-tokens", "2", "--device", "cpu"], "chat": ["--device", "cpu"], "info": []}
     result = run([command, str(path), *more[command]], shell)
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, CUT if command == "generate" and "2>" not in shell else b"")
 
 
 def test_a_full_conversation_goes_on_after_one_line_on_stderr(path: Path) -> None:
@@ -80,8 +84,111 @@ def test_a_full_conversation_goes_on_after_one_line_on_stderr(path: Path) -> Non
     assert result.stdout.count(b"> ") == 4
     many = b"".join(b"message %d\n" % i for i in range(8))
     result = run([*command, "--drop-oldest"], lines=many)
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, CUT * 8)
     assert result.stdout.count(b"> ") == 9
+
+
+class Terminal:
+    """A terminal on which a user types ``lines``; it records what the program asks."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines, self.questions = iter(lines), list[str]()
+
+    def isatty(self) -> bool:
+        return True
+
+    def input(self, question: str) -> str:
+        self.questions.append(question)
+        return next(self.lines, "")
+
+
+Talk = Callable[..., tuple[list[str], str]]
+
+
+@pytest.fixture
+def talk(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """Return a function that types lines on a terminal and returns the questions, without prompts, and stderr."""
+
+    def run_chat(lines: list[str], *options: str) -> tuple[list[str], str]:
+        terminal = Terminal(lines)
+        monkeypatch.setattr(sys, "stdin", terminal)
+        monkeypatch.setattr("builtins.input", terminal.input)
+        assert main(["chat", str(path), "--context", "64", "--device", "cpu", "--stats", *options]) == 0
+        return [question for question in terminal.questions if question != "> "], capsys.readouterr().err
+
+    return run_chat
+
+
+LONG = "x" * 70
+FULL = "conversation: expected fewer tokens than its capacity of 64, got 89"
+
+
+def test_chat_offers_to_drop_turns_only_if_there_are_any(talk: Talk) -> None:
+    assert talk([LONG]) == ([], f"cupy_awq: error: {FULL}\n")
+    assert talk([LONG], "--system", "x") == ([], f"cupy_awq: error: {FULL.replace('89', '100')}\n")
+
+
+def test_chat_does_not_advise_an_option_that_is_given(talk: Talk) -> None:
+    questions, err = talk(["Hi", LONG], "--drop-oldest", "--max-tokens", "2")
+    assert questions == []
+    assert err.endswith(f"cupy_awq: error: {FULL}\n")
+    assert err.count("prompt ") == 1
+
+
+def test_a_message_that_is_too_long_even_alone_has_no_stats(talk: Talk) -> None:
+    questions, err = talk(["Hi", LONG, "y"], "--max-tokens", "2")
+    assert len(questions) == 1
+    assert questions[0].endswith("Drop the oldest turns? [Y/n] ")
+    assert err.endswith(f"cupy_awq: error: {FULL}\n")
+    assert err.count("prompt ") == 1
+    assert talk(["Hi", "x" * 40, "y"], "--max-tokens", "2")[1].count("prompt ") == 2
+
+
+def test_ctrl_c_during_the_prefill_prints_no_rate(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Model, "prompt_logits", interrupted)
+    assert talk(["Hi"]) == ([], "prompt  21 tokens\n")
+
+
+def test_a_truncated_answer_is_followed_by_the_reason(talk: Talk, path: Path) -> None:
+    assert talk(["Hi"], "--max-tokens", "2")[1].startswith("(ended by --max-tokens)\n")
+    assert talk(["x" * 40])[1].startswith("(the conversation is full)\n")
+    command = ["generate", str(path), "x" * 250, "--raw", "--device", "cpu"]
+    assert run([*command, "--max-tokens", "6"]).stderr == CUT
+    assert run([*command, "--max-tokens", "7"]).stderr == b"(the context is full)\n"
+    text = llm.load(path, device="cpu").generate("Hello", max_tokens=9)[0].text
+    assert run(["generate", str(path), "Hello", "--stop", text[0], "--device", "cpu"]).stderr == b""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_escape_sequences_of_a_model_never_reach_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path, count: int
+) -> None:
+    def generate(_: LanguageModel, prompts: list[str], **options: Any) -> list[Completion]:
+        if options["on_text"]:
+            options["on_text"](0, "\x1b[2J")
+        return [Completion("\x1b[2J", [1], "stop") for _ in prompts]
+
+    monkeypatch.setattr(LanguageModel, "generate", generate)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["generate", str(path), *["\x07"] * count, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == ("\\x1b[2J\n" if count == 1 else "\\x07\n\\x1b[2J\n\n" * count)
+
+
+def test_an_error_during_loading_erases_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: Any, progress: Callable[[int, int], None], **__: Any) -> NoReturn:
+        progress(1, 3)
+        raise ValueError("m: expected weights, got none")
+
+    monkeypatch.setattr(llm, "load", load)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["generate", "m", "x"]) == 2
+    bar = "#" * 10 + " " * 20
+    assert capsys.readouterr().err == f"\r[{bar}] \r\033[Kcupy_awq: error: m: expected weights, got none\n"
 
 
 @pytest.mark.parametrize(

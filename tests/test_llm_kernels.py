@@ -378,6 +378,8 @@ def chosen_by_kernels(
         Sampling(temperature=1.2, top_k=5, seed=1),
         Sampling(temperature=1.0, top_p=0.6, seed=2),
         Sampling(temperature=1.0, min_p=0.3, seed=3),
+        Sampling(temperature=1.0, top_p=1e-13, seed=5),
+        Sampling(temperature=1.0, top_k=2**31, min_p=1e-50, seed=6),
         Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.3, seed=4),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import llm
-from cupy_awq.llm import ModelConfig, ModelFiles, kv_cache
+from cupy_awq.llm import LanguageModel, ModelConfig, ModelFiles, kv_cache
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.tools.bench_llm import WARM_UP_STEPS, _measure
 from tests import llm_models
 from tests.llm_models import FAMILIES, LLAMA
 
@@ -125,7 +127,7 @@ def test_sequences_of_different_length_in_a_batch_do_not_see_each_other(small: t
     prompts = [IDS[:3], IDS[3:12], IDS[12:13]]
     for i, prompt in enumerate(prompts):
         list(model.prefill(cache, i, prompt))
-    batch = model.logits(model.forward(np.array([[7], [8], [9]]), cache))[:, 0]
+    batch = model.step_logits(cache, np.array([7, 8, 9]))
     for i, prompt in enumerate(prompts):
         alone = all_logits(model, [*prompt, 7 + i])[-1]
         np.testing.assert_allclose(batch[i], alone, rtol=1e-4, atol=1e-4)
@@ -145,10 +147,31 @@ def test_logits_after_a_reused_prefix_equal_those_of_an_empty_cache(
         prompt = prompt[:24] or [0]
         same = cache.reuse_prefix(0, prompt)
         assert same <= len(prompt) - 1
-        *_, hidden = model.prefill(cache, 0, prompt[same:])
+        logits = model.prompt_logits(cache, 0, prompt[same:])
         assert cache.tokens[0] == prompt
         assert cache.lengths[0] == len(prompt)
-        np.testing.assert_allclose(model.logits(hidden)[0, -1], all_logits(model, prompt)[-1], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(logits, all_logits(model, prompt)[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_keeps_the_hidden_states_of_its_last_chunk_only(
+    small: tuple[ModelFiles, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, model = small
+    forward, states = Model.forward, list[weakref.ref[Any]]()
+
+    def watched(*arguments: Any) -> Any:
+        assert all(state() is None for state in states[:-1])
+        hidden = forward(*arguments)
+        states.append(weakref.ref(hidden))
+        return hidden
+
+    monkeypatch.setattr(Model, "forward", watched)
+    monkeypatch.setattr(model.ops, "prefill_chunk", 4)
+    LanguageModel(files.config, model, files.load_tokenizer(), ()).generate("x" * 21, raw=True, max_tokens=1)
+    assert len(states) == 6
+    states.clear()
+    _measure("small", files.config, model, 1, 21, 1)
+    assert len(states) == 2 * 6 + WARM_UP_STEPS + 1
 
 
 def test_the_last_token_of_a_prompt_is_never_reused(small: tuple[ModelFiles, Model]) -> None:
@@ -160,9 +183,7 @@ def test_the_last_token_of_a_prompt_is_never_reused(small: tuple[ModelFiles, Mod
 
 def test_a_kv_cache_larger_than_the_free_memory_is_refused_before_it_is_allocated() -> None:
     config = config_of()
-    with pytest.raises(
-        ValueError, match=r"KV cache of 2 x 131072 tokens: expected at most 0\.10 GB of free memory, got 0\.27 GB"
-    ):
+    with pytest.raises(ValueError, match=r"KV cache of 2 x 131072 tokens: expected at most 0\.10 GB, got 0\.27 GB"):
         kv_cache.allocate(config, 2, 131072, np.float16, np, 10**8)
 
 

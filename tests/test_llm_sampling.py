@@ -41,6 +41,12 @@ def test_tokens_are_drawn_with_their_probability(sampling: dict[str, Any], wante
     assert (found[p == 0] == 0).all()
 
 
+def test_a_temperature_above_the_largest_is_refused_with_the_range() -> None:
+    assert Sampling(temperature=1e6).temperature == 1e6
+    with pytest.raises(ValueError, match=r"temperature: expected 0 to 1e6, got inf"):
+        Sampling(temperature=math.inf)
+
+
 def test_noise_differs_between_seeds_sequences_and_positions_and_is_reproducible() -> None:
     ids = np.arange(1000)
     noise = [gumbel_noise(*key, ids) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 7, 9))]
@@ -74,6 +80,8 @@ def test_logits_with_nan_are_an_error() -> None:
     [
         {"temperature": -1},
         {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 1e39},
         {"top_k": -1},
         {"top_p": 0},
         {"min_p": 2},

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import subprocess
 import sys
@@ -20,9 +21,8 @@ from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import LanguageModel, Sampling
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.language_model import Detokenizer
 from cupy_awq.llm.numpy_ops import NumpyDecodeLoop, NumpyOps
-from cupy_awq.llm.tokenizer import Tokenizer
+from cupy_awq.llm.tokenizer import Detokenizer, Tokenizer
 from cupy_awq.runtime import placement
 from cupy_awq.tools.command_line import main
 from tests import llm_models
@@ -89,6 +89,18 @@ def test_a_stop_token_ends_a_text_and_is_not_part_of_it(path: Path) -> None:
     again = model.generate("Hello", max_tokens=6)[0]
     assert (again.tokens, again.reason) == (first.tokens[: at + 1], "stop")
     assert again.text == model.tokenizer.decode(first.tokens[:at])
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_text(path: Path) -> None:
+    model = llm.load(path, device="cpu")
+    end = model.tokenizer.special_ids["<|im_end|>"]
+    logits = np.eye(llm_models.VOCAB, dtype=np.float32)[end]
+    model.model = dataclasses.replace(model.model, head=lambda x: np.broadcast_to(logits, (*x.shape[:-1], len(logits))))
+    model.stop_ids = frozenset()
+    endless = model.generate("Hello", max_tokens=3, stop=["im_end"])[0]
+    assert (endless.tokens, endless.reason) == ([end] * 3, "length")
+    ended = model.generate("Hello", max_tokens=3, stop=["x", "<|im_end|>"])[0]
+    assert (ended.tokens, ended.reason, ended.text) == ([end], "stop", "")
 
 
 class CharacterStream:
@@ -224,6 +236,7 @@ def said(chat: llm.Chat, text: str, **options: Any) -> str:
 
 def test_a_chat_answers_as_a_new_prompt_with_the_whole_conversation(model: LanguageModel) -> None:
     chat = model.chat(system="Be brief.")
+    assert chat.last is None
     answers = [said(chat, text, max_tokens=8) for text in ("Hi", "And now?", "More")]
     messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
     for text, answer in zip(("Hi", "And now?", "More"), answers, strict=True):
@@ -231,6 +244,7 @@ def test_a_chat_answers_as_a_new_prompt_with_the_whole_conversation(model: Langu
         assert model.generate([messages], max_tokens=8)[0].text == answer
         messages.append({"role": "assistant", "content": answer})
     assert chat.messages == messages
+    assert chat.last == model.generate([messages[:-1]], max_tokens=8)[0]
 
 
 def test_an_unfinished_answer_ends_when_the_next_turn_begins(model: LanguageModel) -> None:
@@ -256,6 +270,8 @@ def test_a_closed_answer_joins_the_conversation(model: LanguageModel) -> None:
     pieces = chat.say("Hi", max_tokens=30)
     first = next(pieces)
     pieces.close()
+    assert chat.last is not None
+    assert (chat.last.text, chat.last.reason) == (first, "")
     assert chat.messages[-1] == {"role": "assistant", "content": first}
     answer = said(chat, "Go on", max_tokens=6)
     fresh = model.chat()

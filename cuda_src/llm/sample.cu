@@ -239,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int token = threadIdx.x; token < vocab; token += THREADS) thread_mass += mass(values(token));
     atomicAdd(&radix_select.wanted, thread_mass);
     __syncthreads();
-    const auto wanted = static_cast<unsigned long long>(static_cast<double>(radix_select.wanted) * top_p);
+    const auto share = static_cast<unsigned long long>(static_cast<double>(radix_select.wanted) * top_p);
+    const auto wanted = max(1ull, share);  // a mass of 0 would keep every token
     __syncthreads();
     limit = find_threshold(values, vocab, wanted, mass, radix_select);
   }

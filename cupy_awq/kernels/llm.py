@@ -13,6 +13,7 @@ Every ``plan_*`` function is pure and returns the `LaunchPlan` of one kernel. Co
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -299,9 +300,9 @@ def plan_sampling_threshold(
     The kernel applies the penalty and the temperature to the logits first; top-k, top-p and min-p then determine the
     smallest one.
     """
-    log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
+    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
     arguments = (
-        *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
+        *("logits", "seen", "limits", *_int32s(vocab, min(top_k, vocab))),
         *(np.float32(temperature), np.float32(penalty), np.float32(top_p), np.float32(log_min_p)),
     )
     defines = _sampling_constants(temperature, penalty) | {"ADVANCE": 0}

@@ -66,6 +66,27 @@ Message = Mapping[str, str]
 """A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user" and "assistant"."""
 
 
+def check_messages(messages: object) -> None:
+    """Raise TypeError unless ``messages`` is a non-empty sequence of messages whose values are all texts.
+
+    A value that is not a text, such as a list of parts, could contain special tokens that `Tokenizer` does not see.
+    """
+    kind, wrong = "", [messages]
+    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)) and messages:
+        kind, wrong = "the message ", [message for message in messages if not _is_message(message)]
+    if wrong:
+        got = f"{kind}{wrong[0]!r:.80}"
+        raise TypeError(f"prompt: expected a text or messages {{'role': text, 'content': text}}, got {got}")
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and message.keys() >= {"role", "content"}
+        and all(isinstance(value, str) for value in message.values())
+    )
+
+
 class LimitError(ValueError):
     """The error for a template that exceeds a limit."""
 

@@ -75,7 +75,7 @@ def allocate(config: ModelConfig, sequences: int, capacity: int, dtype: Any, xp:
     needed_bytes = cache_bytes(config, sequences, capacity, np.dtype(dtype).itemsize)
     if needed_bytes > free_bytes:
         raise ValueError(
-            f"KV cache of {sequences} x {capacity} tokens: expected at most {free_bytes / 1e9:.2f} GB of free memory,"
+            f"KV cache of {sequences} x {capacity} tokens: expected at most {free_bytes / 1e9:.2f} GB,"
             f" got {needed_bytes / 1e9:.2f} GB; use fewer tokens or fewer sequences"
         )
     frequencies, factor = config.rope_frequencies()

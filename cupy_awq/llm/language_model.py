@@ -9,21 +9,21 @@ to text, up to a stop token or stop string.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cupy_awq.check import Array
-from cupy_awq.llm.chat_template import Message
+from cupy_awq.llm.chat_template import Message, check_messages
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
-from cupy_awq.llm.tokenizer import DecodeStream, Tokenizer
+from cupy_awq.llm.tokenizer import Detokenizer, Tokenizer, check_text
 from cupy_awq.runtime import placement
 
 Prompt = str | Sequence[Message]
@@ -47,12 +47,13 @@ class Completion:
     Attributes:
         text: the text, without special tokens and without the stop string.
         tokens: the ids of all generated tokens, including a stop token.
-        reason: the cause of the end: "stop" for a stop token or a stop string, "length" for the token limit.
+        reason: the cause of the end: "stop" for a stop token or a stop string, "length" for the token limit, "" if the
+            completion is unfinished.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    reason: str = "length"
+    reason: str = ""
 
 
 @dataclass
@@ -111,7 +112,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         /,
         *,
         raw: bool = False,
@@ -128,16 +129,18 @@ class LanguageModel:
             raw: True to continue the texts as they are, without a chat template.
             special_tokens: True to recognize special tokens such as "<|im_end|>" in prompts, False to encode them as
                 plain text, so that a prompt cannot forge a turn; by default True only with ``raw``.
-            max_tokens: the largest number of tokens per completion.
+            max_tokens: the largest number of tokens per completion. All completions of a batch also end at the number
+                of tokens for which the longest prompt leaves room in the context.
             sampling: the sampling parameters; by default greedy.
-            stop: stop strings, which end a completion.
+            stop: stop strings, which end a completion; also special tokens such as "<|im_end|>".
             on_text: a callback (index of the prompt, next piece of its completion).
 
         Returns:
             One `Completion` for each prompt.
 
         Raises:
-            TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
+            TypeError: a prompt is neither a text nor messages whose values are texts, ``stop`` is not a list of texts,
+                ``sampling`` not a `Sampling`, or ``max_tokens`` not an integer.
             ValueError: a prompt is empty or leaves no room in the context, ``max_tokens`` is below 1, the KV cache
                 needs more memory than is free, or the logits contain NaN.
             CheckpointError: the chat template is missing or fails. It is a subclass of ValueError.
@@ -148,13 +151,13 @@ class LanguageModel:
             model = cupy_awq.llm.load("smollm2")
             print(model.generate("What is the capital of France?")[0].text)
         """
-        stop = _check_stop(stop)
-        ids = [self.encode(prompt, raw=raw, special_tokens=special_tokens) for prompt in _several(prompts)]
+        stop, sampling = _check_stop(stop), _check_sampling(sampling)
+        ids = [self.encode(prompt, raw=raw, special_tokens=special_tokens) for prompt in _list_prompts(prompts)]
         limit = self._limit(ids, max_tokens)
         with self._on_device():
             cache = self.model.ops.make_cache(len(ids), max(map(len, ids)) + limit)
         completions = [Completion() for _ in ids]
-        for i, text in self._pieces(cache, ids, limit, sampling or Sampling(), stop, completions):
+        for i, text in self._pieces(cache, ids, limit, sampling, stop, completions):
             if on_text is not None:
                 on_text(i, text)
         return completions
@@ -169,7 +172,7 @@ class LanguageModel:
             special_tokens: True to recognize special tokens in messages; a message can then forge turns.
 
         Raises:
-            TypeError: the capacity is not an integer.
+            TypeError: the capacity is not an integer, or the system message not a text.
             ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free.
 
         Example::
@@ -185,7 +188,7 @@ class LanguageModel:
         """Return the log-likelihood of a text given its first token.
 
         A text longer than `SCORE_WINDOW` or the context is scored in windows, each without the tokens before it. Raises
-        ValueError if the text has fewer than two tokens, or if the logits contain NaN.
+        TypeError if ``text`` is not a str, and ValueError if it has fewer than two tokens or the logits contain NaN.
         """
         ids = self.tokenizer.encode(text)
         if len(ids) < 2:
@@ -221,6 +224,7 @@ class LanguageModel:
         """Return the token ids of a prompt. The arguments have the same meaning as in `generate`."""
         special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
+            check_messages(prompt)
             raise ValueError("prompt: expected a text with raw=True, got messages")
         if isinstance(prompt, str) and raw:
             ids = self.tokenizer.encode(prompt, special_tokens=special_tokens)
@@ -265,12 +269,10 @@ class LanguageModel:
         """Generate all completions: yield (index of a prompt, next piece of its text), and fill ``completions``."""
         model, stats = self.model, Stats()
         self.stats = stats
-
-        def step_logits(tokens: Array) -> Array:
-            return model.logits(model.forward(tokens[:, None], cache))[:, -1]
-
+        special_ids = self.tokenizer.special_ids  # the text of these tokens never reaches the detokenizer
+        stop_ids = self.stop_ids | {special_ids[text] for text in stop if text in special_ids}
         with self._on_device():
-            loop = model.ops.make_decode_loop(step_logits, cache, sampling)
+            loop = model.ops.make_decode_loop(functools.partial(model.step_logits, cache), cache, sampling)
         with contextlib.closing(loop):
             began = time.perf_counter()
             tokens = []
@@ -278,8 +280,7 @@ class LanguageModel:
                 for i, prompt in enumerate(ids):
                     new = prompt[cache.reuse_prefix(i, prompt) :]
                     stats.prompt_tokens += len(new)
-                    *_, hidden = model.prefill(cache, i, new)
-                    tokens.append(loop.start(i, model.logits(hidden[:, -1])[0]))
+                    tokens.append(loop.start(i, model.prompt_logits(cache, i, new)))
             stats.prompt_seconds = time.perf_counter() - began
             began = time.perf_counter()
             detokenizers = [Detokenizer(self.tokenizer.stream(), stop) for _ in ids]
@@ -288,8 +289,8 @@ class LanguageModel:
                 for i in sorted(unfinished):
                     completion, detokenizer, token = completions[i], detokenizers[i], tokens[i]
                     completion.tokens.append(token)
-                    text = "" if token in self.stop_ids else detokenizer.step(token)
-                    stopped = token in self.stop_ids or detokenizer.stopped
+                    text = "" if token in stop_ids else detokenizer.step(token)
+                    stopped = token in stop_ids or detokenizer.stopped
                     if stopped or step == limit - 1:
                         unfinished.remove(i)
                         completion.reason = "stop" if stopped else "length"
@@ -311,6 +312,7 @@ class Chat:
 
     Attributes:
         messages: all messages so far.
+        last: the completion of the last call of `say`, which grows while the caller iterates; None before the first.
     """
 
     def __init__(self, model: LanguageModel, capacity: int, system: str | None, special_tokens: bool = False) -> None:
@@ -318,7 +320,10 @@ class Chat:
             raise TypeError(f"capacity: expected an integer, got {capacity!r:.80}")
         if not 1 < capacity <= model.config.context:
             raise ValueError(f"capacity: expected 2..{model.config.context} (the context of the model), got {capacity}")
+        if system is not None:
+            check_text("system", system)
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.last: Completion | None = None
         self._model, self._special_tokens = model, special_tokens
         with model._on_device():
             self._cache = model.model.ops.make_cache(1, capacity)
@@ -346,17 +351,20 @@ class Chat:
                 of the capacity if that is less.
 
         Raises:
-            TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
+            TypeError: ``text`` is not a str, ``stop`` not a list of texts, ``sampling`` not a `Sampling`, or
+                ``max_tokens`` not an integer.
             ValueError: ``max_tokens`` is below 1.
             ContextFullError: the conversation would exceed its capacity and stays unchanged. A subclass of ValueError.
         """
+        check_text("text", text)
         _check_max_tokens(max_tokens)
-        return self._say(text, max_tokens, sampling or Sampling(), _check_stop(stop), drop_oldest)
+        return self._say(text, max_tokens, _check_sampling(sampling), _check_stop(stop), drop_oldest)
 
     def _say(
         self, text: str, max_tokens: int, sampling: Sampling, stop: Sequence[str], drop_oldest: bool
     ) -> Iterator[str]:
         model, cache = self._model, self._cache
+        completion = self.last = Completion()
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         wanted = min(max_tokens, cache.capacity // 4) if drop_oldest else 1
         while True:
@@ -370,7 +378,6 @@ class Chat:
             raise ContextFullError(
                 f"conversation: expected fewer tokens than its capacity of {cache.capacity}, got {len(ids)}"
             )
-        completion = Completion()
         limit = min(max_tokens, room)
         turn = self._turn = self._turn + 1
         try:
@@ -382,37 +389,6 @@ class Chat:
         finally:
             if completion.tokens and turn == self._turn:
                 self.messages = [*messages, {"role": "assistant", "content": completion.text}]
-
-
-class Detokenizer:
-    """An incremental detokenizer for one completion. It retains text that may be the start of a stop string.
-
-    Attributes:
-        stopped: True once a stop string is complete.
-    """
-
-    def __init__(self, stream: DecodeStream, stop: Sequence[str]) -> None:
-        self._stream = stream
-        self._stop = [text for text in stop if text]
-        self._held = ""
-        self.stopped = False
-
-    def step(self, token: int) -> str:
-        """Add a token and return the new text, except for text that may be the start of a stop string."""
-        text = self._held + self._stream.step(token)
-        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        longest = max(map(len, self._stop), default=0)
-        tails = (text[i:] for i in range(max(0, len(text) - longest + 1), len(text)))
-        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stop)), "")
-        return text[: len(text) - len(self._held)]
-
-    def flush(self) -> str:
-        """Return the retained text. Call this function after the last token."""
-        held, self._held = self._held, ""
-        return held
 
 
 def _check_stop(stop: Sequence[str]) -> Sequence[str]:
@@ -427,6 +403,12 @@ def _check_stop(stop: Sequence[str]) -> Sequence[str]:
     return texts
 
 
+def _check_sampling(sampling: Sampling | None) -> Sampling:
+    if not isinstance(sampling, Sampling | None):
+        raise TypeError(f"sampling: expected a Sampling, got {sampling!r:.80}")
+    return sampling or Sampling()
+
+
 def _check_max_tokens(max_tokens: int) -> None:
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer)):
         raise TypeError(f"max_tokens: expected an integer, got {max_tokens!r:.80}")
@@ -434,7 +416,9 @@ def _check_max_tokens(max_tokens: int) -> None:
         raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict)):
+def _list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a prompt or several prompts as a list of prompts, which `LanguageModel.encode` validates."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], Mapping) else several

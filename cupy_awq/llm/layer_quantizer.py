@@ -116,7 +116,7 @@ def quantize_layers(
 
     Example::
 
-        files = cupy_awq.llm.read("smollm2")
+        files = cupy_awq.llm.read("SmolLM2-135M/")
         ids = files.load_tokenizer().encode(text)
         blocks = [ids[i : i + 512] for i in range(0, len(ids), 512)]
         for layer in quantize_layers(files, blocks, Recipe(group_size=64)):

@@ -73,8 +73,9 @@ def load(
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
         progress: a callback (number of finished steps, total number of steps), called while tensors are read; or None.
         batch_invariant: True to make the bits of a token's logits independent of the other sequences of the batch and
-            of the chunks in which a prompt is processed, so that a greedy completion is the same alone and in a batch.
-            Decoding is slower, mostly for long contexts.
+            of the chunks in which a prompt is processed, so that a greedy completion is the same alone and in a batch,
+            unless the batch ends earlier (see ``max_tokens`` of `LanguageModel.generate`). Decoding is slower, mostly
+            for long contexts.
 
     Raises:
         CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does

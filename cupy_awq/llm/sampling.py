@@ -19,14 +19,17 @@ NAN_LOGITS = "logits: expected finite values, got NaN: the weights are damaged, 
 GREEDY_BELOW = 1e-6
 """The temperature below which sampling is greedy, because logits / temperature could overflow float32."""
 
+MAX_TEMPERATURE = 1e6
+"""The largest temperature, at which all tokens are about equally likely."""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """The sampling parameters of the next token. By default, the most likely token is taken (greedy sampling).
 
     Attributes:
-        temperature: the divisor of the logits. Below `GREEDY_BELOW`, sampling is greedy and ignores top_k, top_p and
-            min_p.
+        temperature: the divisor of the logits, at most `MAX_TEMPERATURE`. Below `GREEDY_BELOW`, sampling is greedy and
+            ignores top_k, top_p and min_p.
         top_k: the number of most likely tokens to keep; tokens that tie with the last of them are also kept. 0 keeps
             all tokens.
         top_p: the smallest total probability of the tokens to keep, relative to those that top_k keeps. The fewest most
@@ -34,7 +37,8 @@ class Sampling:
         min_p: the smallest probability of a token to keep, as a fraction of the highest probability.
         repetition_penalty: the divisor of positive logits, and the factor of negative logits, of tokens already in the
             text.
-        seed: the seed of the random numbers, 0 to 2**64 - 1; equal seeds give equal texts.
+        seed: the seed of the random numbers, 0 to 2**64 - 1; with equal seeds, the same prompt at the same
+            index of a batch gets the same text.
 
     Raises:
         ValueError: a value is out of range.
@@ -61,8 +65,8 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
                 raise TypeError(f"{name}: expected a number, got {value!r:.80}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature: expected 0 to 1e6, got {self.temperature}")
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_k < 0:

@@ -49,6 +49,9 @@ class Tokenizer:
         where: the path of the file, for error messages.
         continued: the normalizer for a text that continues an earlier text and so gets no leading space
             (SentencePiece); None to use the normalizer of ``inner``.
+
+    Attributes:
+        special_ids: the ids of the special tokens, which `decode` and `stream` omit, by text.
     """
 
     def __init__(
@@ -68,11 +71,11 @@ class Tokenizer:
         self._continued = continued
         inner.no_truncation()
         inner.no_padding()
-        added = inner.get_added_tokens_decoder().values()
-        texts = [token.content for token in added if token.content]
-        marks = {token.content for token in added if token.special}
-        self._always_plain = _any_of(marks)
-        self._plain_for_users = _any_of({text for text in texts if text in marks or text in (template or "")})
+        added = {i: token for i, token in inner.get_added_tokens_decoder().items() if token.content}
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        texts = {token.content for token in added.values()}
+        self._always_plain = _any_of(set(self.special_ids))
+        self._plain_for_users = _any_of({t for t in texts if t in self.special_ids or t in (template or "")})
 
     @classmethod
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
@@ -96,7 +99,9 @@ class Tokenizer:
 
         Raises:
             CheckpointError: the tokenizer fails on this text.
+            TypeError: ``text`` is not a str.
         """
+        check_text("text", text)
         pieces = [(text, False)]
         if not special_tokens:
             pieces = [(piece, bool(i % 2)) for i, piece in enumerate(self._always_plain.split(text))]
@@ -156,7 +161,9 @@ class Tokenizer:
 
         Raises:
             CheckpointError: there is no chat template, or it fails for these messages.
+            TypeError: ``messages`` is not a list of messages that have a role, a content and only texts as values.
         """
+        chat_template.check_messages(messages)
         if self.template is None:
             raise CheckpointError(
                 f"{self._where}: chat template: expected one, got none: use --raw or raw=True to complete plain text"
@@ -178,18 +185,16 @@ class Tokenizer:
         """Replace the special tokens in a message by indices into ``plain``, and append their texts to ``plain``.
 
         In messages of all roles but the assistant's, other added tokens of the tokenizer that occur in the template are
-        also replaced.
+        also replaced. So is a text of the form of an index, which then remains as it is.
         """
-        pattern = self._always_plain if message.get("role") == "assistant" else self._plain_for_users
+        tokens = self._always_plain if message["role"] == "assistant" else self._plain_for_users
+        pattern = re.compile(f"{OPEN}[0-9]+{CLOSE}|{tokens.pattern}")
 
         def number(match: re.Match[str]) -> str:
             plain.append(match[0])
             return f"{OPEN}{len(plain) - 1}{CLOSE}"
 
-        def masked(value: str) -> str:
-            return pattern.sub(number, value.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd"))
-
-        return {key: masked(value) if isinstance(value, str) else value for key, value in message.items()}
+        return {key: pattern.sub(number, value) for key, value in message.items()}
 
 
 class DecodeStream:
@@ -206,6 +211,37 @@ class DecodeStream:
         return text or ""
 
 
+class Detokenizer:
+    """An incremental detokenizer for one completion. It retains text that may be the start of a stop string.
+
+    Attributes:
+        stopped: True once a stop string is complete.
+    """
+
+    def __init__(self, stream: DecodeStream, stop: Sequence[str]) -> None:
+        self._stream = stream
+        self._stop = [text for text in stop if text]
+        self._held = ""
+        self.stopped = False
+
+    def step(self, token: int) -> str:
+        """Add a token and return the new text, except for text that may be the start of a stop string."""
+        text = self._held + self._stream.step(token)
+        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        longest = max(map(len, self._stop), default=0)
+        tails = (text[i:] for i in range(max(0, len(text) - longest + 1), len(text)))
+        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stop)), "")
+        return text[: len(text) - len(self._held)]
+
+    def flush(self) -> str:
+        """Return the retained text. Call this function after the last token."""
+        held, self._held = self._held, ""
+        return held
+
+
 @contextlib.contextmanager
 def guarded(where: str) -> Iterator[None]:
     """Convert any error of ``tokenizers``, including a Rust panic (a BaseException), to a CheckpointError."""
@@ -215,6 +251,12 @@ def guarded(where: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise CheckpointError(f"{where}: expected a valid tokenizer, got {printable(str(error)):.300}") from None
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise TypeError unless the argument ``name`` is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a text, got {value!r:.80}")
 
 
 def _encodable(text: str) -> str:

@@ -163,14 +163,13 @@ def _measure(name: str, config: ModelConfig, model: Model, batch: int, prompt_to
     ops = model.ops
     cache = ops.make_cache(batch, prompt_tokens + steps + WARM_UP_STEPS)
     prompt = np.random.default_rng(0).integers(0, config.vocab, prompt_tokens).tolist()
-    loop = ops.make_decode_loop(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, Sampling())
+    loop = ops.make_decode_loop(partial(model.step_logits, cache), cache, Sampling())
     times = []
     for warm_up in (True, False):
         for row in range(1 if warm_up else batch):
             cache.reuse_prefix(row, prompt[:1])
             began = time.perf_counter()
-            *_, hidden = model.prefill(cache, row, prompt)
-            loop.start(row, model.logits(hidden[:, -1])[0])
+            loop.start(row, model.prompt_logits(cache, row, prompt))
             times.append(time.perf_counter() - began)
     with contextlib.closing(loop):
         for _ in range(WARM_UP_STEPS):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_awq.check import HOST
 from cupy_awq.runtime import device, placement
-from cupy_awq.tools.progress import show_bar
+from cupy_awq.tools.progress import erase_bar, show_bar
 
 if TYPE_CHECKING:
-    from cupy_awq.llm import Chat, LanguageModel, Sampling
+    from cupy_awq.llm import Chat, Completion, LanguageModel, Sampling
 
 MODEL = "a Hugging Face folder, a .gguf or .ak48 file, or the name smollm2"
 
@@ -110,12 +110,12 @@ def _generate(args: argparse.Namespace) -> int:
         "sampling": sampling,
         "stop": args.stop,
     }
-    completions = model.generate(args.prompts, **options, on_text=_write if alone else None)
-    if alone:
-        print()
-    else:
-        for prompt, completion in zip(args.prompts, completions, strict=True):
-            print(f"{prompt}\n{completion.text}\n")
+    completions = model.generate(args.prompts, **options, on_text=(lambda _, text: _write(text)) if alone else None)
+    for prompt, completion in zip(args.prompts, completions, strict=True):
+        _write("\n" if alone else f"{prompt}\n{completion.text}\n")
+        _explain_end(completion, args.max_tokens, "context")
+        if not alone:
+            _write("\n")
     if args.stats:
         _print_stats(model)
     return 0
@@ -134,8 +134,10 @@ def _chat(args: argparse.Namespace) -> int:
         try:
             _answer(chat, text, args, sampling, args.drop_oldest)
         except ContextFullError as error:
-            if not sys.stdin.isatty():
-                print(f"cupy_awq: error: {error} (--drop-oldest makes room)", file=sys.stderr)
+            can_drop = not args.drop_oldest and any(message["role"] == "user" for message in chat.messages)
+            if not can_drop or not sys.stdin.isatty():
+                hint = " (--drop-oldest makes room)" if can_drop else ""
+                print(f"cupy_awq: error: {error}{hint}", file=sys.stderr)
                 continue
             if _read_line(f"{error}. Drop the oldest turns? [Y/n] ").strip().lower() not in ("", "y", "yes"):
                 continue
@@ -143,6 +145,7 @@ def _chat(args: argparse.Namespace) -> int:
                 _answer(chat, text, args, sampling, True)
             except ContextFullError as again:
                 print(f"cupy_awq: error: {again}", file=sys.stderr)
+                continue
         if args.stats:
             _print_stats(model)
 
@@ -160,10 +163,19 @@ def _answer(chat: Chat, text: str, args: argparse.Namespace, sampling: Sampling,
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop, "drop_oldest": drop_oldest}
     try:
         for piece in chat.say(text, **options):
-            _write(0, piece)
+            _write(piece)
     except KeyboardInterrupt:
         pass  # the part generated so far stays in the conversation
     print()
+    if chat.last is not None:
+        _explain_end(chat.last, args.max_tokens, "conversation")
+
+
+def _explain_end(completion: Completion, max_tokens: int, full: str) -> None:
+    """Print to stderr why a completion is incomplete, if it is; ``full`` names what has no room left."""
+    if completion.reason == "length":
+        reason = "ended by --max-tokens" if len(completion.tokens) == max_tokens else f"the {full} is full"
+        print(f"({reason})", file=sys.stderr)
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -205,10 +217,16 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _load(path: str, place: Any) -> LanguageModel:
     from cupy_awq import llm
 
-    return llm.load(path, device=placement.parse(place), progress=show_bar if sys.stderr.isatty() else None)
+    has_bar = sys.stderr.isatty()
+    try:
+        return llm.load(path, device=placement.parse(place), progress=show_bar if has_bar else None)
+    except BaseException:
+        if has_bar:
+            erase_bar()  # so that the error starts a line
+        raise
 
 
-def _write(_: int, text: str) -> None:
+def _write(text: str) -> None:
     if sys.stdout.isatty():  # escape control characters that a model generates, except for line ends and tabs
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
     print(text, end="", flush=True)
@@ -216,10 +234,10 @@ def _write(_: int, text: str) -> None:
 
 def _print_stats(model: LanguageModel) -> None:
     stats, read = model.stats, model.model.weight_bytes
-    lines = [
-        f"prompt  {stats.prompt_tokens} tokens, {stats.prompt_tokens / max(stats.prompt_seconds, 1e-9):.1f} tokens/s"
-    ]
-    if stats.tokens:
+    lines = [f"prompt  {stats.prompt_tokens} tokens"]
+    if stats.prompt_seconds > 0:  # 0 if Ctrl-C stopped the prefill
+        lines[0] += f", {stats.prompt_tokens / stats.prompt_seconds:.1f} tokens/s"
+    if stats.seconds > 0:
         speed = stats.tokens / stats.seconds
         index = model.model.ops.device_index
         rate = stats.steps / stats.seconds * read / 1e9

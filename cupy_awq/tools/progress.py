@@ -12,5 +12,11 @@ WIDTH = 30
 def show_bar(done: int, total: int) -> None:
     """Draw a bar for ``done`` of ``total`` steps, replacing the previous one; erase the bar after the last step."""
     filled = WIDTH * done // max(total, 1)
-    end = "\r\033[K" if done == total else ""
-    print(f"\r[{'#' * filled}{' ' * (WIDTH - filled)}] {end}", end="", file=sys.stderr, flush=True)
+    print(f"\r[{'#' * filled}{' ' * (WIDTH - filled)}] ", end="", file=sys.stderr, flush=True)
+    if done == total:
+        erase_bar()
+
+
+def erase_bar() -> None:
+    """Erase the bar and move the cursor to the start of its line."""
+    print("\r\033[K", end="", file=sys.stderr, flush=True)
