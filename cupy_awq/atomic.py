@@ -19,6 +19,22 @@ def name_aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 
+def new_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the resolved path of a folder that does not exist or is empty, and that a rename can create or replace.
+
+    Raises:
+        FileExistsError: the path is a file or a folder with files, the current folder, or a mount point.
+    """
+    folder = Path(path).resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        found = "one with files" if folder.is_dir() else "a file"
+        raise FileExistsError(f"{path}: expected a new or empty folder, got {found}")
+    if folder == Path.cwd() or os.path.ismount(folder):
+        found = "the current one" if folder == Path.cwd() else "a mount point"
+        raise FileExistsError(f"{path}: expected a folder that can be replaced, got {found}")
+    return folder
+
+
 @contextlib.contextmanager
 def create(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing; at the end of the block, rename it to ``path``, replacing an existing file.

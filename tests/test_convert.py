@@ -270,15 +270,24 @@ def test_metadata_is_read_as_it_was_written(data: st.DataObject) -> None:
         (["OUT", "--format", "ak48"], "DST: expected a file name that ends in .ak48, got"),
         (["OUT.gguf", "--format", "gptq"], "DST: expected a folder for gptq, got"),
         (["FULL", "--format", "gptq"], "expected a new or empty folder, got one with files"),
+        (["FILE", "--format", "gptq"], "expected a new or empty folder, got a file"),
+        ([".", "--format", "gptq"], "expected a folder that can be replaced, got the current one"),
         (["OUT.gguf"], "group size that is a multiple of 32 for gguf, got 16"),
     ],
 )
 def test_mistakes_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     one_module(tmp_path / "in", 16)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     before = sorted(tmp_path.iterdir())
-    places = {"OUT": "out", "OUT.gguf": "out.gguf", "FULL": "in"}
+    places = {"OUT": "out", "OUT.gguf": "out.gguf", "FULL": "in", "FILE": "file"}
     given_ = [str(tmp_path / places[a]) if a in places else a for a in arguments]
     assert main(["convert", str(tmp_path / "in"), *given_]) == 2
     out, err = capsys.readouterr()
@@ -286,6 +295,16 @@ def test_mistakes_are_one_line(
     assert message in err
     assert err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_conversion_creates_folders_and_follows_a_link(tmp_path: Path) -> None:
+    one_module(tmp_path / "in", 32)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for out in (tmp_path / "a" / "b", tmp_path / "link"):
+        assert main(["convert", str(tmp_path / "in"), str(out), "--format", "gptq"]) == 0
+        assert (out / "model.safetensors").is_file()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of checkpoints from one format to another, without rounding."""
+"""Conversion of checkpoints from one format to another; only reading may round, as `checkpoint.summarize` says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def convert(source: str, target: Path, format_name: str, progress: Progress | No
 
     Raises:
         CheckpointError: the source is damaged or not supported. It is a subclass of ValueError.
-        OSError: a file cannot be read or written, or the folder is not empty.
+        OSError: a file cannot be read or written, or the folder is not new or empty.
         ValueError: the format cannot represent the model; the message names the module and the reason. In this case no
             file remains.
     """
@@ -72,11 +72,10 @@ def _is_model(path: Path) -> bool:
 
 
 def _write_folder(path: Path, folder: Path, format_name: str, progress: Progress | None) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: expected a new or empty folder, got one with files")
+    folder = atomic.new_folder(folder)
     contents = checkpoint.read(path)
     part = atomic.name_aside(folder)
-    part.mkdir()
+    part.mkdir(parents=True)
     try:
         if path.is_dir():
             write.copy_model_files(path, part)

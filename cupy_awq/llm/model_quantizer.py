@@ -116,10 +116,7 @@ def quantize(
         raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
     check_pattern(ignore)
     index = placement.resolve(device)
-    source, target = Path(path), Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        found = "one with files" if target.is_dir() else "a file"
-        raise FileExistsError(f"{target}: expected a new or empty folder, got {found}")
+    source, target = Path(path), atomic.new_folder(folder)
     files = hugging_face.read(source)
     contents = checkpoint.read(source)
     if contents.specs:

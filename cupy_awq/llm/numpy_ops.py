@@ -179,8 +179,11 @@ class NumpyOps(DecoderOps):
         weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # also concatenates CuPy arrays
         sizes = [_out_features(part) for part in parts]
         xp = self.xp
-        biases = [xp.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]
-        bias = np.concatenate(biases).astype(np.float32) if any(part.bias is not None for part in parts) else None
+        biases = [
+            xp.zeros(n, np.float32) if p.bias is None else p.bias.astype(np.float32)
+            for p, n in zip(parts, sizes, strict=True)
+        ]
+        bias = np.concatenate(biases) if any(part.bias is not None for part in parts) else None
 
         def project(x: Array) -> Array:
             y: Array = self._multiply(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)

@@ -55,12 +55,16 @@ def resolve(device: Any = None) -> int:
 def parse(text: str | None) -> int | str | None:
     """Return the argument of `resolve` for an option of the command line: "cpu", the number of a GPU, or "cuda" for 0.
 
+    Raises ValueError for any other text.
+
     >>> parse("cuda"), parse("1"), parse("cpu"), parse(None)
     (0, 1, 'cpu', None)
     """
-    if text == "cuda":
-        return 0
-    return int(text) if text is not None and text.isdecimal() else text
+    if text is None or text == "cpu":
+        return text
+    if text != "cuda" and not text.isdecimal():
+        raise ValueError(f"--device: expected cpu, cuda or the number of a GPU, got {text!r}")
+    return 0 if text == "cuda" else int(text)
 
 
 def gpu_count() -> int:

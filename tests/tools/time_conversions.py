@@ -44,9 +44,6 @@ def main() -> None:
     for kind in DENSE:
         block = Blocks(kind, (N // 4, K), random_blocks(kind, N // 4, K))
         calls[f"{kind} to float16"] = (lambda block=block: gguf_dense.read_values(block, "file")), block.data.nbytes
-    values = np.random.default_rng(0).standard_normal((N // 4, K)).astype(np.float32)
-    block = Blocks("BF16", (N // 4, K), (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
-    calls["BF16 to float16"] = (lambda: gguf_dense.read_values(block, "file")), block.data.nbytes
     cores = threads.count_cores()
     lines = []
     for name, (function, nbytes) in calls.items():
