@@ -16,7 +16,8 @@ import numpy.typing as npt
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape, QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
-from cupy_awq.reference import _quiet, round_once
+from cupy_awq.packing import round_once
+from cupy_awq.reference import _quiet
 
 Array = npt.NDArray[Any]
 F32 = np.float32

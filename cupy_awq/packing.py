@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of 4- and 8-bit integers into 32-bit words: AWQ's INT4 order, and an INT8 order for conversion by PRMT."""
+"""Packing of 4- and 8-bit integers into 32-bit words: AWQ's INT4 order, and an INT8 order for conversion by PRMT.
+
+`round_once` rounds float64 values to 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -146,3 +149,17 @@ def unpack_int8(words: Array, /) -> Array:
     for byte, element in enumerate(INT8_ORDER):
         values[..., element] = ((words >> np.int32(8 * byte)) & np.int32(255)) - np.int32(128)
     return values.reshape(*words.shape[:-1], 4 * words.shape[-1])
+
+
+def round_once(a: Array, dtype: np.dtype[Any]) -> Array:
+    """Return `a` converted to `dtype`, rounded once to nearest, ties to even."""
+    if a.dtype == np.float64 and dtype == check.BFLOAT16:
+        # ml_dtypes rounds to float32 first, and rounding to nearest twice can give a wrong result. With round-to-odd as
+        # the first rounding (truncate, and set the last bit if inexact), the second one is correct.
+        short = a.astype(np.float32)
+        bits = short.view(np.uint32)
+        away = np.abs(short) > np.abs(a)
+        bits -= away
+        bits |= short != a
+        a = short
+    return a.astype(dtype, copy=False)

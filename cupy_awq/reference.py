@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import check
-from cupy_awq.packing import unpack_int4, unpack_int8
+from cupy_awq.packing import round_once, unpack_int4, unpack_int8
 
 Array = npt.NDArray[Any]
 
@@ -229,17 +229,3 @@ def _orders(n: int) -> tuple[Array, Array]:
     columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # column order: axes (word, a, b, d)
     planes = columns.transpose(2, 0, 3, 1).reshape(n)  # plane order: axes (b, word, d, a)
     return planes, np.argsort(planes)
-
-
-def round_once(a: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `a` converted to `dtype`, rounded once to nearest, ties to even."""
-    if a.dtype == np.float64 and dtype == check.BFLOAT16:
-        # ml_dtypes rounds to float32 first, and rounding to nearest twice can give a wrong result. With round-to-odd as
-        # the first rounding (truncate, and set the last bit if inexact), the second one is correct.
-        short = a.astype(np.float32)
-        bits = short.view(np.uint32)
-        away = np.abs(short) > np.abs(a)
-        bits -= away
-        bits |= short != a
-        a = short
-    return a.astype(dtype, copy=False)

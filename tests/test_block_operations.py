@@ -318,7 +318,7 @@ def test_linear_int8_stays_within_its_documented_error_bound(seed: int, spread: 
 
 
 def test_a_layout_is_complete_before_another_thread_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second thread waits while the first one waits for its stream; an error of the first one leaves no layout."""
+    """The second thread waits while the first one waits for its stream; after an error there is no layout."""
     cupy = pytest.importorskip("cupy")
     weight = random_weight(np.random.default_rng(0), (8, 1, 1, 32), 32)
     synchronizing, may_finish, seen = threading.Event(), threading.Event(), []
@@ -347,3 +347,8 @@ def test_a_layout_is_complete_before_another_thread_reads_it(monkeypatch: pytest
     second.join()
     assert seen[0] == "complete"
     assert seen.count("read") == 2
+    weight.layouts.clear()
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: SimpleNamespace(synchronize=lambda: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        read()
+    assert not weight.layouts

@@ -188,7 +188,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "128x8", "--op", "gemm_int8", "--batch-invariant"], "--op gemm_int8 takes no --batch-invariant"),
         (["bench", "128x8", "--op", "gemm_int8", "--dtype", "bfloat16"], "--op gemm_int8 takes no --dtype"),
         (["bench", "128x8", "--image", "14", "--window", "1"], "--op gemm takes no --image, --window"),
-        (["bench", "8x8", "--op", "conv2d", "--group-size", "32"], "--op conv2d takes no --group-size"),
+        (["bench", "8x8", "--op", "conv2d", "--group-size", "0"], "--op conv2d takes no --group-size"),
         (["explain", "8x8", "--op", "conv2d", "--dtype", "float32", "--order"], "takes no --dtype, --order"),
         (["explain", "128x8", "--op", "gemm_int8", "--layer"], "explain: --op gemm_int8 takes no --layer"),
         (["bench", "128x8", "--kernel", "gemv", "--batch-invariant"], "expected --kernel or --batch-invariant"),

@@ -279,6 +279,9 @@ def test_summary_of_groups_and_zero_points_is_that_of_4_bit_modules(
     path = write(tmp_path / "dense.gguf", {"output.weight": tensors["blk.0.ffn_down.weight"]}, **HEADS)
     assert main(["info", str(path)]) == 0
     assert "\n6 bits, all read as dense tensors\n" in capsys.readouterr().out
+    path = write(tmp_path / "plain.gguf", {"blk.0.attn_q.weight": ("F16", np.zeros((64, 1024), np.uint8))}, **HEADS)
+    assert main(["info", str(path)]) == 0
+    assert "\nno quantized tensors\n" in capsys.readouterr().out
 
 
 def test_convert_prints_what_reading_has_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from cupy_awq import llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.gguf_file import Blocks
-from cupy_awq.llm import gguf_int8
+from cupy_awq.llm import gguf_int8, readers
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.cuda_ops import CudaOps
 from cupy_awq.llm.model_files import Int8Linear
@@ -71,6 +71,13 @@ def test_every_8_bit_layer_of_a_file_is_found(tmp_path: Path) -> None:
     assert files.read_int8_linear("model.layers.0.mlp.gate_proj", 64, 96) is None
     with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight: expected shape \(96, 32\), got \(96, 64\)$"):
         files.read_int8_linear("model.layers.0.mlp.up_proj", 32, 96)
+
+
+@pytest.mark.parametrize(("kinds", "dtype"), [(KINDS, FLOAT16), ({"token_embd": "Q4_1"}, BFLOAT16)])
+def test_8_bit_codes_decide_for_float16_activations(tmp_path: Path, kinds: dict[str, str], dtype: Any) -> None:
+    llm_models.gguf_file(tmp_path / "m.gguf", {**kinds, "attn_q": "BF16"})
+    make_ops: Any = readers.cuda_ops(llm.read(tmp_path / "m.gguf"), 0)
+    assert make_ops.args[-1] == dtype
 
 
 @pytest.mark.usefixtures("simulated")

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import checkpoint, llm, reference
+from cupy_awq.check import BFLOAT16
 from cupy_awq.checkpoint import CheckpointError, Module, gguf_file
 from cupy_awq.llm import ModelFiles, ak48, gguf
 from cupy_awq.llm.build import build_model
@@ -343,6 +344,16 @@ def test_a_model_that_ak48_cannot_hold_is_refused_and_leaves_no_file(
     with pytest.raises(ValueError, match=message):
         write_ak48(tmp_path, config, **options)
     assert not list(tmp_path.glob("m.ak48*"))
+
+
+def test_scales_that_float16_rounds_are_refused_for_ak48(tmp_path: Path) -> None:
+    path = llm_models.folder(tmp_path, QWEN3)
+    tensors = {name: tensor.array for name, tensor in checkpoint.tensors.read(path / "model.safetensors").items()}
+    name = next(name for name in tensors if name.endswith("down_proj.scales"))
+    tensors[name] = tensors[name].astype(BFLOAT16) * BFLOAT16.type(2.0**-20)
+    llm_models.save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj: expected scales that are exact in float16 for an ak48 file"):
+        ak48.write(llm.read(path), path / "m.ak48")
 
 
 @pytest.mark.parametrize(

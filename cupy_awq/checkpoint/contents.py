@@ -127,7 +127,7 @@ def summarize(contents: Contents) -> Summary:
     """Return a description of a checkpoint for the command ``info``, without converting any module."""
     specs = contents.specs
     packed = {name: spec for name, spec in specs.items() if contents.is_module(name)}  # a dense tensor has no groups
-    widths = Counter(spec.bits for spec in specs.values())
+    widths = Counter(spec.bits for spec in (packed or specs).values())
     bits = widths.most_common(1)[0][0] if widths else None
     forms = Counter((spec.group_size, str(spec.dtype)) for spec in packed.values())
     group_size, dtype = forms.most_common(1)[0][0] if forms else (None, "")

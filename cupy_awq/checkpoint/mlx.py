@@ -21,7 +21,7 @@ from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.module import SCALES, Array, ModuleSpec, ModuleTensors, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
-from cupy_awq.reference import round_once
+from cupy_awq.packing import round_once
 from cupy_awq.weight import PackedWeight
 
 UINT32 = (np.dtype(np.uint32),)

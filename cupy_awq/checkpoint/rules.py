@@ -81,7 +81,7 @@ class Pattern:
 
     @property
     def literal(self) -> str | None:
-        """The only name that matches if the expression is ^ and $ around ordinary characters, else None."""
+        """The only name that `match` accepts if the expression is ^ and $ around ordinary characters, else None."""
         first, *middle, last = self._tree if len(self._tree) > 1 else (None, None)
         if first != (ops.AT, ops.AT_BEGINNING) or last != (ops.AT, ops.AT_END):
             return None

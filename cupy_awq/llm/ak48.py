@@ -222,7 +222,10 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
     zeros = weight.qzeros
     if zeros is None:  # symmetric quantization: every zero point is 8
         zeros = pack_int4(np.full((entry.k // group_size, entry.n), 8, np.uint8))
-    return [weight.qweight, zeros, _float16(weight.scales, entry.name)]
+    scales = _float16(weight.scales, entry.name)
+    if (scales.astype(weight.scales.dtype) != weight.scales).any():
+        raise ValueError(f"{entry.name}: expected scales that are exact in float16 for an ak48 file, got others")
+    return [weight.qweight, zeros, scales]
 
 
 def _float16(values: Array, name: str) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of checkpoints from one format to another; only reading may round, as `checkpoint.summarize` says."""
+"""Conversion of checkpoints from one format to another, which rounds only the dense tensors of ak48 files."""
 
 from __future__ import annotations
 

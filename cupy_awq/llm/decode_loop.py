@@ -3,20 +3,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
 from cupy_awq.kernels import llm as kernels
+from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.ops import DecodeLoop, StepLogits
+from cupy_awq.llm.ops import DecodeLoop, DecoderOps, StepLogits
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
+from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.graph import capture
+from cupy_awq.runtime.launch_plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from cupy_awq.llm.cuda_ops import CudaOps
+    import cupy
+
+
+class LaunchingOps(DecoderOps, Protocol):
+    """The operations of a back end that launches kernels on a GPU."""
+
+    config: ModelConfig
+    """The configuration of the model."""
+    device: Device
+    """The properties of the GPU."""
+
+    @property
+    def decode_stream(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
+        """The CUDA stream of all decode steps, and the memory pool for their intermediate arrays."""
+        ...
+
+    def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
+        """Launch a plan on the current stream. ``buffers`` maps argument names to arrays."""
+        ...
 
 
 class CudaDecodeLoop(DecodeLoop):
@@ -31,7 +52,7 @@ class CudaDecodeLoop(DecodeLoop):
     separated only by an event. Arrays allocated during capture are kept as long as the loop.
     """
 
-    def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
+    def __init__(self, ops: LaunchingOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         import cupy
 
         self._stream, self._pool = ops.decode_stream

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cupy_awq import check_scalar
-from cupy_awq.check import HOST
+from cupy_awq.check import FLOAT16, HOST
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import check_path
 from cupy_awq.llm import ak48, gguf, hugging_face
@@ -100,7 +100,9 @@ def cuda_ops(files: ModelFiles, index: int) -> Callable[..., CudaOps]:
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
-    return functools.partial(CudaOps, config, index, activation_dtype(first))
+    # 8-bit weights stay as they are only beside float16 activations.
+    dtype = FLOAT16 if files.int8_weights else activation_dtype(first)
+    return functools.partial(CudaOps, config, index, dtype)
 
 
 def locate(path: str | os.PathLike[str], /) -> Path:

@@ -331,7 +331,8 @@ def _operation(args: argparse.Namespace, command: str) -> str:
 
 def _refuse(args: argparse.Namespace, case: str, *names: str) -> None:
     """Raise ValueError if an option with one of these names is given; options that the command lacks are not."""
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
+    values = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
+    given = [option for option, value in values.items() if value is not None and value is not False]
     if given:
         raise ValueError(f"{case} takes no {', '.join(given)}")
 

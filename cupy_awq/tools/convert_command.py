@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cupy_awq import checkpoint
+from cupy_awq import atomic, checkpoint
 from cupy_awq.checkpoint.write import WRITERS
 from cupy_awq.tools.progress import show_bar
 
@@ -20,10 +20,10 @@ CHOICES = (*WRITERS, *SUFFIXES.values())
 
 MORE = """
 
-Writing rounds nothing; what `info` lists as rounded is rounded once when SRC is read.
-A format that cannot hold the codes, scales and zero points is an error that says why.
-SRC is any checkpoint that `info` reads. DST is a file for gguf and ak48, else a folder,
-new or empty.
+Writing rounds nothing but the dense tensors of an ak48 file; what `info` lists as rounded
+is rounded once when SRC is read. A format that cannot hold the codes, scales and zero
+points is an error that says why. SRC is any checkpoint that `info` reads. DST is a file
+for gguf and ak48, else a folder, new or empty.
 
   autoawq             packed zero points, one group size, no activation order
   compressed-tensors  packed or symmetric zero points, any group sizes, activation order
@@ -31,8 +31,8 @@ new or empty.
   gguf                Q4_0 (symmetric) and Q4_1 (offsets): group sizes that are multiples
                       of 32, no activation order, scales and the products of scale and
                       zero point that are exact in float16
-  ak48                a Qwen3 of OrinMLLM, its dense tensors as float16; put tokenizer.json
-                      beside the file"""
+  ak48                a Qwen3 of OrinMLLM: scales that are exact in float16, dense tensors
+                      as float16; put tokenizer.json beside the file"""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -61,6 +61,8 @@ def _convert(args: argparse.Namespace) -> int:
     if suffix != (name if name in SUFFIXES.values() else None):
         wanted = f"a file name that ends in .{name}" if name in SUFFIXES.values() else f"a folder for {name}"
         raise ValueError(f"DST: expected {wanted}, got {args.target}")
+    if suffix is None:
+        atomic.new_folder(args.target)  # raises before SRC is read
     source = locate(args.source)
     # ak48 files are read by cupy_awq.llm alone. The target may replace the source, so list the roundings first.
     roundings = {} if source.suffix == ".ak48" else checkpoint.summarize(checkpoint.read(source)).roundings

@@ -131,7 +131,7 @@ def _format_lines(summary: dict[str, Any]) -> list[str]:
     order = ", activation order" if summary["act_order"] else ""
     has_groups = summary["group_size"] is not None
     form = f", group size {summary['group_size']}, {zeros}{order}" if has_groups else ", all read as dense tensors"
-    lines = [summary["found"], f"{summary['bits']} bits{form}"]
+    lines = [summary["found"], f"{summary['bits']} bits{form}" if summary["bits"] else "no quantized tensors"]
     lines += [f"exception: {name}: {text}" for name, text in summary["exceptions"].items()]
     return [*map(printable, lines), *list_roundings(summary["roundings"])]
 
