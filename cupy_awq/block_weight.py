@@ -142,9 +142,15 @@ class BlockQuantizedWeight:
         return {}
 
     def layout(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the layout with the key ``key``; at the first call, create it by ``make()`` and cache it."""
+        """Return the layout with the key ``key``; at the first call, create it by ``make()`` and cache it.
+
+        On a GPU, the first call synchronizes the current stream before it caches the layout, as other threads and
+        streams may use it next. During stream capture the synchronization fails, and the layout is not cached.
+        """
         if key not in self.layouts:
-            self.layouts[key] = make()
+            made = make()
+            _synchronize(namespace(self.stored))
+            self.layouts.setdefault(key, made)
         return self.layouts[key]
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cupy_awq import (
     BlockQuantizedWeight,
+    block_weight,
     conv2d,
     conv2d_int8,
     from_mnn,
@@ -321,6 +322,7 @@ def test_a_layout_is_complete_before_another_thread_reads_it(monkeypatch: pytest
     """The second thread waits while the first one waits for its stream; after an error there is no layout."""
     cupy = pytest.importorskip("cupy")
     weight = random_weight(np.random.default_rng(0), (8, 1, 1, 32), 32)
+    monkeypatch.setattr(block_weight, "namespace", lambda array: cupy)  # as if the weight were on a GPU
     synchronizing, may_finish, seen = threading.Event(), threading.Event(), []
 
     def synchronize() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +19,6 @@ from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 
-_layouts_lock = threading.Lock()
-"""The lock that is held until a new layout of a weight is complete, so that no other thread reads it before."""
-
 
 def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
     """Return an uninitialized array on the GPU with ordinal ``device``, or a NumPy array for `check.HOST`."""
@@ -35,25 +31,10 @@ def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
 
 
 def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: KernelProblem) -> dict[str, Array | None]:
-    """Return the weight buffers of the chosen kernel; a layout is created on first use and cached in the weight.
-
-    After it has created a layout, the function synchronizes the current stream, because other streams may use the
-    layout next. During stream capture the synchronization fails, and the layout is not cached.
-    """
-    import cupy
-
-    with _layouts_lock:
-        known = set(weight.layouts)
-        try:
-            family: Any = choice.family  # The protocol `Family` lacks prepare_weight; some families have no weight.
-            buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
-            if len(weight.layouts) > len(known):
-                cupy.cuda.get_current_stream().synchronize()
-        except BaseException:
-            for key in set(weight.layouts) - known:
-                del weight.layouts[key]
-            raise
-        return buffers
+    """Return the weight buffers of the chosen kernel; layouts are created on first use and cached in the weight."""
+    family: Any = choice.family  # The protocol `Family` lacks prepare_weight, since some families have no weight.
+    buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
+    return buffers
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
