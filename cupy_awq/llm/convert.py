@@ -18,7 +18,7 @@ ROPE_FREQS = "rope_freqs.weight"
 """The name of the GGUF tensor that contains the divisors of the RoPE frequencies."""
 
 
-def convert(source: str, target: Path, format_name: str, progress: Progress | None = None) -> None:
+def convert(source: str, target: Path, format_name: str, progress: Progress | None = None) -> dict[str, int]:
     """Write a checkpoint in another format, with the same codes, scales and zero points.
 
     The configuration, the tokenizer and the chat template of a model are also written, but not to an ak48 file.
@@ -29,6 +29,9 @@ def convert(source: str, target: Path, format_name: str, progress: Progress | No
         format_name: "autoawq", "compressed-tensors", "gptq", "gguf" or "ak48".
         progress: a callback (number of finished steps, total number of steps), or None.
 
+    Returns:
+        What reading the source has rounded, as in `checkpoint.Summary.roundings`; {} for an ak48 source.
+
     Raises:
         CheckpointError: the source is damaged or not supported. It is a subclass of ValueError.
         OSError: a file cannot be read or written, or the folder is not new or empty.
@@ -37,12 +40,15 @@ def convert(source: str, target: Path, format_name: str, progress: Progress | No
     """
     path = locate(source)
     if format_name == "ak48":
+        roundings = {} if path.suffix == ".ak48" else checkpoint.summarize(checkpoint.read(path)).roundings
         ak48.write(read(path), target, progress)
-    elif format_name == "gguf":
+        return roundings
+    if format_name == "gguf":
         contents, metadata = _describe(path)
         gguf_write.write(target, contents, metadata, progress)
     else:
-        _write_folder(path, target, format_name, progress)
+        contents = _write_folder(path, target, format_name, progress)
+    return checkpoint.summarize(contents).roundings
 
 
 def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
@@ -71,7 +77,8 @@ def _is_model(path: Path) -> bool:
     return (path / "config.json").is_file() and "model_type" in read_object(path / "config.json")
 
 
-def _write_folder(path: Path, folder: Path, format_name: str, progress: Progress | None) -> None:
+def _write_folder(path: Path, folder: Path, format_name: str, progress: Progress | None) -> Contents:
+    """Write a folder and return the contents of the source."""
     folder = atomic.new_folder(folder)
     contents = checkpoint.read(path)
     part = atomic.name_aside(folder)
@@ -87,3 +94,4 @@ def _write_folder(path: Path, folder: Path, format_name: str, progress: Progress
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+    return contents

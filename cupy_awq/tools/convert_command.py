@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cupy_awq import atomic, checkpoint
 from cupy_awq.checkpoint.write import WRITERS
 from cupy_awq.tools.progress import show_bar
 
@@ -51,7 +50,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     from cupy_awq.llm.convert import convert
-    from cupy_awq.llm.readers import locate
     from cupy_awq.tools.info import list_roundings
 
     suffix = SUFFIXES.get(args.target.suffix)
@@ -61,12 +59,7 @@ def _convert(args: argparse.Namespace) -> int:
     if suffix != (name if name in SUFFIXES.values() else None):
         wanted = f"a file name that ends in .{name}" if name in SUFFIXES.values() else f"a folder for {name}"
         raise ValueError(f"DST: expected {wanted}, got {args.target}")
-    if suffix is None:
-        atomic.new_folder(args.target)  # raises before SRC is read
-    source = locate(args.source)
-    # ak48 files are read by cupy_awq.llm alone. The target may replace the source, so list the roundings first.
-    roundings = {} if source.suffix == ".ak48" else checkpoint.summarize(checkpoint.read(source)).roundings
-    convert(args.source, args.target, name, show_bar if sys.stderr.isatty() else None)
+    roundings = convert(args.source, args.target, name, show_bar if sys.stderr.isatty() else None)
     for line in list_roundings(roundings):
         print(line, file=sys.stderr)
     files = [args.target] if args.target.is_file() else [file for file in args.target.iterdir() if file.is_file()]
