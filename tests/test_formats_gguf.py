@@ -87,7 +87,7 @@ def test_dense_values_are_those_of_the_package(kind: str) -> None:
 
 
 def test_types_that_numpy_has_are_read_without_a_cast(tmp_path: Path) -> None:
-    """In float16, 1e5 would become infinite and 3e-9 zero."""
+    """The values 1e5 and 3e-9 of a bfloat16 tensor are infinite and zero in float16."""
     brain = np.array([[1e5, 3e-9, -1, 0.01]] * 8, ml_dtypes.bfloat16)
     integers = {f"i{bits}": np.array([-1, 2, 100], f"int{bits}") for bits in (8, 16, 32, 64)}
     tensors = {name: (name.upper(), array) for name, array in integers.items()}

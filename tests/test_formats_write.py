@@ -98,9 +98,9 @@ def test_checkpoint_above_the_size_of_a_shard_gets_an_index(tmp_path: Path, monk
 
 def test_many_small_tensors_are_written_in_linear_time(tmp_path: Path) -> None:
     value = Tensor(np.zeros(1, np.float16), tmp_path)
-    start = time.perf_counter()
+    start = time.process_time()
     save(tmp_path / "out", Contents({f"t{i}": value for i in range(30_000)}, "", ""), "compressed-tensors")
-    assert time.perf_counter() - start < 6
+    assert time.process_time() - start < 6
 
 
 def test_modules_of_different_groups_are_written_where_the_format_can(tmp_path: Path) -> None:

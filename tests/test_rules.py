@@ -78,7 +78,7 @@ def test_first_expression_that_matches_applies_whether_it_is_a_name_or_not(texts
 
 
 def test_names_of_all_dense_modules_take_no_steps() -> None:
-    """A mixture of experts that `save` wrote has a rule for each router, and many more modules."""
+    """`save` writes a rule for each router of a mixture of experts."""
     dense = [f"model.layers.{layer}.mlp.gate" for layer in range(64)]
     rules = read_rules({f"-:^{re.escape(name)}$": {} for name in dense}, "dynamic", "file", has_names=False)
     for layer in range(64):

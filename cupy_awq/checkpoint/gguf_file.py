@@ -188,12 +188,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
         raise CheckpointError(f"{path}: general.alignment: expected an integer in 1..{1 << 20}, got {alignment!r:.80}")
     start = -(-cursor.position // alignment) * alignment
     found: dict[str, Blocks] = {}
-    total = 0
     for name, shape, kind, offset in entries:
         if name in found:
             raise CheckpointError(f"{path}: expected one tensor {name!r:.200}, got two")
         found[name] = _blocks(mapped, f"{path}: tensor {name!r:.200}", shape, kind, start + offset)
-        total += found[name].data.nbytes
+    total = sum(block.data.nbytes for block in found.values())
     if total > len(mapped):
         raise CheckpointError(f"{path}: expected tensors that do not overlap, got {total} bytes in {len(mapped)}")
     return metadata, found

@@ -81,7 +81,7 @@ class Pending(NamedTuple):
     warning: str = ""
     """A warning about the file for the user, or ""."""
     is_dense: bool = False
-    """Whether ``repack`` returns a dense Tensor, [N, K] unless ``shape`` says otherwise."""
+    """True if ``repack`` returns a dense Tensor."""
     arrays: tuple[Array | None, ...] = ()
     """The arrays that ``repack`` takes, on the CPU or a GPU; () if ``repack`` supports only the CPU."""
     shape: tuple[int, ...] = ()

@@ -271,8 +271,9 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
             pattern = Pattern(text, budget)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {key}: {error}") from None
-        if pattern.literal is None:
+        literal = pattern.literal
+        if literal is None:
             patterns.append((pattern, values))
         else:  # `save` writes one for each dense module; matched one by one, they would exhaust the budget
-            literals.setdefault(pattern.literal, (len(patterns), values))
+            literals.setdefault(literal, (len(patterns), values))
     return Rules(key, exact, tuple(patterns), literals)

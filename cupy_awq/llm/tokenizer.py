@@ -73,9 +73,12 @@ class Tokenizer:
         inner.no_padding()
         added = {i: token for i, token in inner.get_added_tokens_decoder().items() if token.content}
         self.special_ids = {token.content: i for i, token in added.items() if token.special}
-        texts = {token.content for token in added.values()}
-        self._always_plain = _any_of(set(self.special_ids))
-        self._plain_for_users = _any_of({t for t in texts if t in self.special_ids or t in (template or "")})
+        special_texts = set(self.special_ids)
+        user_texts = special_texts | {t.content for t in added.values() if t.content in (template or "")}
+        self._always_plain = _any_of(special_texts)
+        index = f"{OPEN}[0-9]+{CLOSE}"
+        self._masked_in_answers = re.compile(f"{index}|{self._always_plain.pattern}")
+        self._masked = re.compile(f"{index}|{_any_of(user_texts).pattern}")
 
     @classmethod
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
@@ -187,8 +190,7 @@ class Tokenizer:
         In messages of all roles but the assistant's, other added tokens of the tokenizer that occur in the template are
         also replaced. So is a text of the form of an index, which then remains as it is.
         """
-        tokens = self._always_plain if message["role"] == "assistant" else self._plain_for_users
-        pattern = re.compile(f"{OPEN}[0-9]+{CLOSE}|{tokens.pattern}")
+        pattern = self._masked_in_answers if message["role"] == "assistant" else self._masked
 
         def number(match: re.Match[str]) -> str:
             plain.append(match[0])

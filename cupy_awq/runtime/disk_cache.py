@@ -25,15 +25,12 @@ def folder() -> Path:
 
     The user cache folder is ``$XDG_CACHE_HOME`` or ``~/.cache``, and ``%LOCALAPPDATA%`` on Windows.
     """
-    chosen = os.environ.get(VARIABLE)
-    if chosen:
-        base = chosen
-    elif sys.platform == "win32":
+    if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path(base).expanduser() / ("" if chosen else "cupy_awq")
+        return Path(os.environ.get(VARIABLE) or f"{base}/cupy_awq").expanduser()
     except RuntimeError:  # The user has no home folder; below the null device, every read and write fails.
         return Path(os.devnull) / "cupy_awq"
 

@@ -133,7 +133,10 @@ def to_device(array: Array, index: int) -> Array:
 
 
 def check_status(status: Any, function: str, detail: str = "") -> None:
-    """Raise RuntimeError, or MemoryError for exhausted memory, if a driver function returned the status of an error."""
+    """Raise RuntimeError, or MemoryError for exhausted memory, if a function returned the status of an error.
+
+    The function is one of the CUDA driver or of NVRTC.
+    """
     if status == 0:
         return
     if status.name in OUT_OF_MEMORY:

@@ -54,7 +54,7 @@ class Row:
 def run(
     op: str, shapes: Sequence[Shape], ms: Sequence[int], settings: Settings, tries: int, progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Yield the fastest of the ``tries`` configurations with the lowest modelled times, for every shape and M.
+    """Yield the fastest of the ``tries`` configurations with the lowest modelled times, for each shape and M.
 
     ``settings.cached`` must be False. ``progress`` is a callback that receives a line of text before each step.
 

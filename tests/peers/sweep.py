@@ -371,7 +371,7 @@ def table(choices: list[FirstChoice]) -> str:
         for shortest, longest in itertools.pairwise(edges):
             values = [choice.over_best for choice in some if shortest < choice.best_us <= longest]
             cells.append(f"{geometric_mean(values):.3f} ({len(values)})" if values else "-")
-        mean, bias = (geometric_mean(choice[i] for choice in some) for i in (3, 4))
+        mean, bias = (geometric_mean(getattr(choice, name) for choice in some) for name in ("over_best", "estimate"))
         worst = max(choice.over_best for choice in some)
         rows = f"{low}-{high}" if high < math.inf else f"{low}-"
         columns = " ".join(f"{cell:>13}" for cell in cells)
