@@ -29,7 +29,10 @@ struct PartialSumBarrier {
   }
   // Blocks until all expected bytes have landed. A CTA must not exit before this wait, because other CTAs still write
   // to its shared memory.
-  __device__ __forceinline__ void wait_for_all() const { wait(barrier, 0); }
+  __device__ __forceinline__ void wait_for_all() const {
+    while (!ptx::mbarrier_try_wait_parity_cluster(barrier, 0)) {
+    }
+  }
 };
 
 // Sums the accumulators of the kClusterSize CTAs of a cluster. Each thread has kNumGroups groups of 4 accumulators.

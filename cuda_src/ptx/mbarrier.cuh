@@ -49,4 +49,20 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned barrier, unsig
   return done;
 }
 
+// mbarrier.try_wait.parity.acquire.cluster: the same for a phase that other CTAs of the cluster complete; after
+// it, their writes to shared memory are visible.
+__device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
 }  // namespace ptx
