@@ -19,10 +19,8 @@ VALUES = 8
 """The number of elements that a thread loads at once."""
 FEW_ROWS_M = 256
 """The largest M for which latency counts more than throughput."""
-SHORT_ROW_THREADS, LONG_ROW_THREADS = 512, 1024
-"""The numbers of threads per CTA for few rows with fewer than ``VALUES * LONG_ROW_THREADS`` columns, and with more."""
-MANY_ROWS_THREADS = 384
-"""The number of threads per CTA for many rows, unless x is read twice then."""
+FEW_ROWS_THREADS, MANY_ROWS_THREADS = 1024, 384
+"""The largest number of threads per CTA for few rows, and for many rows unless x is read twice then."""
 KEPT_BYTES = 128
 """The bytes of x that a thread can keep in registers between its two passes."""
 LAUNCH_US = 2.0
@@ -86,11 +84,14 @@ def refusal(problem: Fp8Quantization, device: Device) -> str | None:
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
     """Return the only configuration."""
-    many = QuantizeFp8Config(MANY_ROWS_THREADS)
-    if problem.m > FEW_ROWS_M and many.keeps_row(problem):
-        return [many]
-    is_long = problem.k >= VALUES * LONG_ROW_THREADS
-    return [QuantizeFp8Config(LONG_ROW_THREADS if is_long else SHORT_ROW_THREADS)]
+    few, many = _even_rounds(problem, FEW_ROWS_THREADS), _even_rounds(problem, MANY_ROWS_THREADS)
+    return [many if problem.m > FEW_ROWS_M and many.keeps_row(problem) else few]
+
+
+def _even_rounds(problem: Fp8Quantization, most_threads: int) -> QuantizeFp8Config:
+    """Return the configuration with the fewest rounds and, of these, the fewest threads."""
+    loads = ceil_div(problem.k, VALUES)
+    return QuantizeFp8Config(ceil_div(ceil_div(loads, ceil_div(loads, most_threads)), 32) * 32)
 
 
 def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> float:
