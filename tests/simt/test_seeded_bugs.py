@@ -114,7 +114,8 @@ SEEDS = {
         "stage_idx -= kNumStages;", ("barrier", "values"), REPACKED, {"split_k": 1},
     ),
     "gemm_sm90: a CTA does not wait for the partial sums of the other": Seed(
-        "gemm_sm90", 90, "hopper/cluster_reduction.cuh", "{ wait(barrier, 0); }", "{}", RACE, REPACKED, {"split_k": 2},
+        "gemm_sm90", 90, "hopper/cluster_reduction.cuh", "while (!ptx::mbarrier_try_wait_parity_cluster(barrier, 0))",
+        "if (false)", RACE, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: partial sums signal a barrier that may not be initialized": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<kSplitK>();", "sync_cta();", RACE, REPACKED,
