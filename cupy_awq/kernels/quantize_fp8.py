@@ -89,7 +89,7 @@ def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]
 
 
 def _even_rounds(problem: Fp8Quantization, most_threads: int) -> QuantizeFp8Config:
-    """Return the configuration with the fewest rounds and, of these, the fewest threads."""
+    """Return the fewest threads, up to ``most_threads``, that need no more rounds than ``most_threads``."""
     loads = ceil_div(problem.k, VALUES)
     return QuantizeFp8Config(ceil_div(ceil_div(loads, ceil_div(loads, most_threads)), 32) * 32)
 
