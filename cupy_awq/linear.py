@@ -11,8 +11,8 @@ import numpy as np
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight
-from cupy_awq.kernels.repack import WEIGHT_TILE_N
+from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
+from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_N
 from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.gather_columns import ActivationOrder, gather_columns
@@ -377,7 +377,7 @@ class AwqLinear:
 
         >>> import numpy as np
         >>> import cupy_awq
-        >>> from cupy_awq.kernels.problem import Fusion
+        >>> from cupy_awq.kernels.gemm.problem import Fusion
         >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
         >>> layer.plan_fused(1, Fusion("add_to_stream")) is None  # on the CPU
         True

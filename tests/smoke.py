@@ -12,7 +12,7 @@ import numpy as np
 
 import cupy_awq
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 

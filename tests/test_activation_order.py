@@ -21,12 +21,12 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import Module
-from cupy_awq.kernels import gather_columns, gemm_sm90
-from cupy_awq.kernels.repack import RepackedLayout
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.numpy_ops import NumpyOps
-from cupy_awq.llm.ops import ResidualStream
+from cupy_awq.kernels.gemm import gather_columns, gemm_sm90
+from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.llm.decoder.backend import ResidualStream
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight

@@ -19,7 +19,7 @@ import pytest
 from cupy_awq import atomic, llm
 from cupy_awq.checkpoint import CheckpointError, read, save
 from cupy_awq.kernels import tuned
-from cupy_awq.llm import ak48
+from cupy_awq.llm.files import ak48
 from cupy_awq.runtime import device, disk_cache
 from cupy_awq.tools.command_line import main
 from tests import llm_models

@@ -19,9 +19,9 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm_sm90 import GemmSm90Config
-from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.kernels.reduction import Reduction, reduction_of, wgmma_reduction
+from cupy_awq.kernels.gemm.gemm_sm90 import GemmSm90Config
+from cupy_awq.kernels.gemm.problem import Problem, ceil_div
+from cupy_awq.kernels.gemm.reduction import Reduction, reduction_of, wgmma_reduction
 from cupy_awq.runtime import device
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.testing import random_activations, random_weight

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cupy_awq import llm
-from cupy_awq.kernels import llm as kernels
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.kernels.decoder import decoder as kernels
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations
 from tests import llm_models

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device, sources
 from cupy_awq.runtime import disk_cache as cache
@@ -238,7 +238,7 @@ def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) ->
     script = (
         "import os, sys, warnings\n"
         "from cupy_awq.kernels import select\n"
-        "from cupy_awq.kernels.problem import Problem\n"
+        "from cupy_awq.kernels.gemm.problem import Problem\n"
         "from cupy_awq.runtime import compile, device, disk_cache, sources\n"
         "kernel = select.choose(Problem(1, 256, 256, 128), device.nominal(80)).plan.kernel\n"
         "warnings.simplefilter('always')\n"
@@ -281,7 +281,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     script = (
         "from cupy_awq.kernels import select\n"
         "from cupy_awq.runtime import compile, device\n"
-        "from cupy_awq.kernels.problem import Problem\n"
+        "from cupy_awq.kernels.gemm.problem import Problem\n"
         "from cuda.bindings import nvrtc\n"
         "calls = []\n"
         "real = nvrtc.nvrtcCompileProgram\n"

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from cupy_awq import block_reference
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
-from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
-from cupy_awq.kernels.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d_problem import (
+from cupy_awq.kernels import select
+from cupy_awq.kernels.conv2d import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large
+from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.conv2d.problem import (
     EPILOGUE_ACTIVATIONS,
     Convolution,
     ConvolutionSizes,

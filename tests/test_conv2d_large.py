@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.kernels import conv2d_gemm, conv2d_sm90_large
-from cupy_awq.kernels.conv2d_problem import EPILOGUE_ACTIVATIONS, ConvolutionSizes
+from cupy_awq.kernels.conv2d import conv2d_gemm, conv2d_sm90_large
+from cupy_awq.kernels.conv2d.problem import EPILOGUE_ACTIVATIONS, ConvolutionSizes
 from cupy_awq.runtime import device
 from tests.test_conv2d import ON_HOPPER, check_convolution, draw_sm90_problem, with_strides
 from tests.test_kernels import DTYPES, facts

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from cupy_awq import llm, reference
-from cupy_awq.checkpoint import CheckpointError, Contents, Module, Tensor, gguf_file, gguf_write, read
-from cupy_awq.llm import gguf_metadata
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.convert import convert
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.checkpoint import CheckpointError, Contents, Module, Tensor, read
+from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import write as gguf_write
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files import gguf_metadata
+from cupy_awq.llm.files.convert import convert
 from cupy_awq.tools.command_line import main
 from tests import llm_models, packers
 from tests.format_files import save_folder

@@ -16,12 +16,12 @@ import pytest
 
 from cupy_awq import llm
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.llm import ModelConfig
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.launch_plan import LaunchPlan

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from cupy_awq import reference
 from cupy_awq.checkpoint import CheckpointError, Module, experts, read, summarize
-from cupy_awq.checkpoint.gguf_q4 import open_q4_k
+from cupy_awq.checkpoint.gguf.q4 import open_q4_k
 from tests import packers
 from tests.format_files import save_folder, save_torch
 from tests.packers import Packed, offsets_of, round_once, weights

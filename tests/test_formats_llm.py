@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from cupy_awq import llm
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.packing import unpack_int4
 from tests import llm_models, packers
 from tests.packers import Packed, round_once

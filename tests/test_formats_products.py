@@ -12,7 +12,7 @@ import pytest
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.checkpoint import Module
-from cupy_awq.checkpoint.gguf_q4 import open_q4_k
+from cupy_awq.checkpoint.gguf.q4 import open_q4_k
 from cupy_awq.tools.testing import random_activations
 from tests.packers import Packed, gptq
 from tests.products import FLOAT16, check_product, nan_like, put, tensors

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cupy_awq import load
 from cupy_awq.checkpoint import CheckpointError, read
-from cupy_awq.checkpoint.gguf_q4 import open_q4_k
+from cupy_awq.checkpoint.gguf.q4 import open_q4_k
 from tests import packers
 from tests.format_files import save_folder
 from tests.packers import Packed

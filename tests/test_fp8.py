@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import BlockQuantizedWeight, block_reference, from_packed, linear_fp8, linear_int8
-from cupy_awq.kernels import gemm_int8_sm90, quantize_fp8, select
+from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
-from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
-from cupy_awq.kernels.int8_problem import Int8Problem, fp8_block_size, fp8_refusal
-from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, half_sum_stride
+from cupy_awq.kernels.int8 import gemm_int8_sm90, quantize_fp8
+from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM80
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.int8.problem import Int8Problem, fp8_block_size, fp8_refusal
+from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization, half_sum_stride
 from cupy_awq.ops.quantized_linear import check_layer
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight as random_awq

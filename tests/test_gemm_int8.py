@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_int8, quantize_activations
 from cupy_awq.activation import Activation
-from cupy_awq.kernels import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows, select
+from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
-from cupy_awq.kernels.gemm_int8_simt import GemmInt8SimtConfig
-from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
-from cupy_awq.kernels.gemv_int8 import GemvInt8Config
-from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem, layout_refusal
-from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.int8 import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows
+from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
+from cupy_awq.kernels.int8.gemm_int8_simt import GemmInt8SimtConfig
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8.problem import EPILOGUE_ACTIVATIONS, Int8Problem, layout_refusal
+from cupy_awq.kernels.int8.quantize_rows import RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device

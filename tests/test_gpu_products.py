@@ -12,7 +12,7 @@ import pytest
 import cupy_awq
 from cupy_awq import PackedWeight
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.ops import gemm as gemm_op
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight, relative_error

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq.checkpoint import detect, formats, write
+from cupy_awq.checkpoint import catalog as formats
+from cupy_awq.checkpoint import detect, write
 from cupy_awq.tools import testing
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from tests.test_cli import mistake, output

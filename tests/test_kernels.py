@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
-from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.dequantize.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.problem import Problem, Strides
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels.gemm.problem import Problem, Strides
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight

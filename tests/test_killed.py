@@ -23,7 +23,7 @@ from cupy_awq import atomic, llm
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, read, save
 from cupy_awq.checkpoint import write as checkpoint_write
 from cupy_awq.kernels import tuned
-from cupy_awq.llm import ak48
+from cupy_awq.llm.files import ak48
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime import disk_cache as cache
@@ -79,7 +79,7 @@ def test_a_killed_compilation_leaves_no_kernel_that_is_loaded(
 
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(compiler, "_compile", compile_fake)
-    kernels = [Kernel("dequant/dequantize.cu", "dequantize", (("SEED", seed),), "80") for seed in range(3)]
+    kernels = [Kernel("dequantize/dequantize.cu", "dequantize", (("SEED", seed),), "80") for seed in range(3)]
     codes = [compile_fake(kernel)[0] for kernel in kernels]
     compiler.build(kernels[0])
 

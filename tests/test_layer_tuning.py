@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cupy_awq import llm
-from cupy_awq.llm import layer_quantizer, layer_tuning
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.calibrate import layer_quantizer, layer_tuning
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.quantization import QuantizedRows, Recipe, quantize_rows
 from tests import llm_models
 from tests.test_llm_quantize import dense_folder

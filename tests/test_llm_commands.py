@@ -18,8 +18,9 @@ from safetensors.numpy import save_file
 from cupy_awq import checkpoint, llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.tensors import INDEX
-from cupy_awq.llm import Completion, LanguageModel, ak48
-from cupy_awq.llm.model import Model
+from cupy_awq.llm import Completion, LanguageModel
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.files import ak48
 from cupy_awq.tools.command_line import main
 from tests import checkpoint_files, llm_models
 

@@ -13,9 +13,9 @@ import pytest
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import ModelConfig
-from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import from_hugging_face
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN2, QWEN3
 

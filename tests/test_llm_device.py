@@ -15,14 +15,14 @@ import pytest
 
 from cupy_awq import AwqLinear, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.llm import LanguageModel, ModelConfig, Sampling
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.model import Model
-from cupy_awq.llm.numpy_ops import NumpyOps
-from cupy_awq.llm.ops import DecoderOps, ResidualStream
+from cupy_awq.llm.decoder.backend import DecoderOps, ResidualStream
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight

@@ -12,12 +12,13 @@ import pytest
 from cupy_awq import llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.gguf_file import Blocks
-from cupy_awq.llm import gguf_int8, readers
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.model_files import Int8Linear
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.checkpoint.gguf import q8 as gguf_int8
+from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files import readers
+from cupy_awq.llm.files.model_files import Int8Linear
 from tests import llm_models
 from tests.test_formats_gguf import random_blocks, values_of
 from tests.test_llm_device import SimulatedOps, simulated

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq.kernels import llm
-from cupy_awq.llm.sampling import Sampling, choose_token
+from cupy_awq.kernels.decoder import decoder as llm
+from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from tests.backends import BACKENDS, runner
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
 

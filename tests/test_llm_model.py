@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import llm
-from cupy_awq.llm import LanguageModel, ModelConfig, ModelFiles, kv_cache
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.model import Model
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm import LanguageModel, ModelConfig, ModelFiles
+from cupy_awq.llm.decoder import kv_cache
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.tools.bench_llm import WARM_UP_STEPS, _measure
 from tests import llm_models
 from tests.llm_models import FAMILIES, LLAMA

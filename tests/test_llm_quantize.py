@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from cupy_awq import PackedWeight, llm, quantize
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm import layer_quantizer, model_quantizer
+from cupy_awq.llm.calibrate import layer_quantizer, model_quantizer
 from cupy_awq.quantization import Recipe
 from cupy_awq.tools import quantize_command
 from cupy_awq.tools.command_line import main

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from cupy_awq import checkpoint, llm, reference
 from cupy_awq.check import BFLOAT16
-from cupy_awq.checkpoint import CheckpointError, Module, gguf_file
-from cupy_awq.llm import ModelFiles, ak48, gguf
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.llm import ModelFiles
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files import ak48, gguf
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN3
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_awq.llm import Sampling
-from cupy_awq.llm.sampling import choose_token, gumbel_noise
+from cupy_awq.llm.decoder.sampling import choose_token, gumbel_noise
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 

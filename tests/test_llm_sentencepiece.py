@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm.gguf_tokenizer import load_tokenizer
-from cupy_awq.llm.tokenizer import Tokenizer
+from cupy_awq.llm.text.gguf_tokenizer import load_tokenizer
+from cupy_awq.llm.text.tokenizer import Tokenizer
 
 RECORDED = json.loads((Path(__file__).parent / "sentencepiece.json").read_text(encoding="utf-8"))
 PREFIX = "tokenizer.ggml."

@@ -31,8 +31,8 @@ def test_step_bytes_count_all_weights_keys_and_values_of_a_decode_step() -> None
 
 
 def test_random_weights_give_finite_and_different_logits() -> None:
-    from cupy_awq.llm.build import build_model
-    from cupy_awq.llm.numpy_ops import NumpyOps
+    from cupy_awq.llm.decoder.build import build_model
+    from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 
     model = build_model(speed.synthetic(TINY), NumpyOps(TINY))
     cache = model.ops.make_cache(1, 8)

@@ -15,9 +15,10 @@ import tokenizers
 
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm import ContextFullError, LanguageModel, Sampling, chat_template
-from cupy_awq.llm.sampling import GREEDY_BELOW, choose_token
-from cupy_awq.llm.tokenizer import Tokenizer
+from cupy_awq.llm import ContextFullError, LanguageModel, Sampling
+from cupy_awq.llm.decoder.sampling import GREEDY_BELOW, choose_token
+from cupy_awq.llm.text import chat_template
+from cupy_awq.llm.text.tokenizer import Tokenizer
 from tests import llm_models
 
 USER = [{"role": "user", "content": "hi"}]

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import LanguageModel, Sampling
-from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.numpy_ops import NumpyDecodeLoop, NumpyOps
-from cupy_awq.llm.tokenizer import Detokenizer, Tokenizer
+from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.numpy_backend import NumpyDecodeLoop, NumpyOps
+from cupy_awq.llm.text.tokenizer import Detokenizer, Tokenizer
 from cupy_awq.runtime import placement
 from cupy_awq.tools.command_line import main
 from tests import llm_models
@@ -396,7 +396,7 @@ def test_the_numpy_back_end_imports_no_cupy(path: Path) -> None:
         "import sys; sys.modules['cupy'] = None\n"
         "from cupy_awq import llm\n"
         f"print(llm.load({str(path)!r}, device='cpu').generate('Hello', max_tokens=3)[0].reason)\n"
-        "assert 'cupy_awq.llm.cuda_ops' not in sys.modules"
+        "assert 'cupy_awq.llm.decoder.cuda_backend' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.stdout, result.stderr) == ("length\n", "")

@@ -20,7 +20,7 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import HOST
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.ops import gemm as launching
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import launch, placement

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import cupy_awq
 from cupy_awq import PackedWeight, reference
 from cupy_awq.kernels import select
-from cupy_awq.kernels.convert import Conversion
+from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
 from cupy_awq.packing import pack_int8
 from cupy_awq.runtime import arrays, device
 from cupy_awq.tools.testing import random_activations, random_weight

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.kernels import refine_group as group_kernel
-from cupy_awq.kernels import round_channels as block_kernel
+from cupy_awq.kernels.quantization import refine_group as group_kernel
+from cupy_awq.kernels.quantization import round_channels as block_kernel
 from cupy_awq.quantization.error_compensation import round_channels
 from cupy_awq.quantization.grid import LIMITS, Grid
 from cupy_awq.quantization.refinement import refine_group

@@ -14,21 +14,16 @@ import numpy as np
 import pytest
 
 from cupy_awq import BlockQuantizedWeight
-from cupy_awq.kernels import (
-    conv2d_sm80,
-    conv2d_sm90,
-    conv2d_sm90_large,
-    gemm_int8_sm90,
-    gemv_int8,
-)
-from cupy_awq.kernels.conv2d_problem import ConvolutionSizes
-from cupy_awq.kernels.conv2d_sm80 import Conv2dSm80Config
-from cupy_awq.kernels.conv2d_sm90 import Conv2dSm90Config
-from cupy_awq.kernels.conv2d_sm90_large import Conv2dSm90LargeConfig
-from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
-from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
-from cupy_awq.kernels.gemv_int8 import GemvInt8Config
-from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.kernels.conv2d import conv2d_sm80, conv2d_sm90, conv2d_sm90_large
+from cupy_awq.kernels.conv2d.conv2d_sm80 import Conv2dSm80Config
+from cupy_awq.kernels.conv2d.conv2d_sm90 import Conv2dSm90Config
+from cupy_awq.kernels.conv2d.conv2d_sm90_large import Conv2dSm90LargeConfig
+from cupy_awq.kernels.conv2d.problem import ConvolutionSizes
+from cupy_awq.kernels.int8 import gemm_int8_sm90, gemv_int8
+from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM80
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.runtime import device
 from tests import simt

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
-from cupy_awq.kernels import gather_columns, gemm_sm90_config, select
-from cupy_awq.kernels.problem import Fusion, NextWeight, Problem
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm import gather_columns, gemm_sm90_config
+from cupy_awq.kernels.gemm.problem import Fusion, NextWeight, Problem
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.device import Device

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.module import ModuleTensors
+from cupy_awq.checkpoint.format import ModuleTensors
 from cupy_awq.checkpoint.rules import Pattern, Rules, read_rules
 
 atoms = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"\w", "[a-c0-3]", "^", "$", "(?=a)", "(?!b)"])

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq.kernels import gather_columns, gemm_sm90_large, select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm import gather_columns, gemm_sm90_large
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 from tests.tools import operator_table

@@ -14,10 +14,10 @@ import pytest
 
 from cupy_awq.check import HOST
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.dequantize.dequantize import Dequantization
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
-from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.gemm.problem import Fusion, Problem, next_power_of_two
+from cupy_awq.kernels.int8.quantize_rows import RowQuantization
 from cupy_awq.runtime import device, placement
 from cupy_awq.tools import autotune as tune
 from cupy_awq.tools.operations import Settings, typical_problem

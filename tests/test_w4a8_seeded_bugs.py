@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cupy_awq import BlockQuantizedWeight
-from cupy_awq.kernels import gemm_w4a8_sm90
-from cupy_awq.kernels.gemm_w4a8_sm90 import GemmW4A8Config
-from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.kernels.int8 import gemm_w4a8_sm90
+from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GemmW4A8Config
+from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched

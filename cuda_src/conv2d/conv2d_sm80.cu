@@ -18,12 +18,12 @@
 // pixels [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; vector v of row r is stored as vector v ^ (r % 8).
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
-#include "dequant/int4.cuh"
+#include "dequantize/int4.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "common/reduce.cuh"
-#include "dequant/unpack_bytes.cuh"
+#include "dequantize/unpack_bytes.cuh"
 
 static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 

@@ -36,7 +36,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "dequant/int4.cuh"
+#include "dequantize/int4.cuh"
 #include "hopper/swizzle.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "common/reduce.cuh"

@@ -20,7 +20,7 @@
 // has 4 x 4 accumulators. Shared memory is double-buffered: while one buffer is in use, the next k tile is loaded into
 // registers, dequantized and stored to the other buffer.
 #include "common/epilogue.cuh"
-#include "dequant/int4.cuh"
+#include "dequantize/int4.cuh"
 #include "common/reduce.cuh"
 
 constexpr Zeros kZeros = Zeros::ZEROS;

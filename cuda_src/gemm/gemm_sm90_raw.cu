@@ -42,7 +42,7 @@
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "common/mma.cuh"
-#include "dequant/int4.cuh"
+#include "dequantize/int4.cuh"
 #include "gemm/group.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"

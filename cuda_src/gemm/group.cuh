@@ -2,7 +2,7 @@
 // The parameters of one group for the eight columns of a word, read from the AWQ layout.
 #pragma once
 
-#include "dequant/int4.cuh"
+#include "dequantize/int4.cuh"
 
 // The scales, zero points and offsets of one group. WHOLE: rows of scales and offsets start at multiples of 16 bytes.
 template <class S, Zeros FORM, bool WHOLE>

@@ -28,7 +28,7 @@
 #pragma once
 
 #include "common/mma.cuh"
-#include "dequant/int4.cuh"
+#include "dequantize/int4.cuh"
 #include "ptx/ld_shared.cuh"
 
 constexpr int kGroups = GROUPS;

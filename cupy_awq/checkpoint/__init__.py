@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cupy_awq.checkpoint import config, detect, experts, gguf, gguf_file, llm_awq, tensors, torch_file
+from cupy_awq.checkpoint import config, detect, experts, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
-from cupy_awq.checkpoint.module import ModuleSpec
+from cupy_awq.checkpoint.format import ModuleSpec
+from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import tensors as gguf
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.checkpoint.write import save
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.checkpoint.module import INT32, SCALES, Array, ModuleSpec, ModuleTensors, Pending
+from cupy_awq.checkpoint.format import INT32, SCALES, Array, ModuleSpec, ModuleTensors, Pending
 from cupy_awq.checkpoint.rules import Rules
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.packing import SYMMETRIC

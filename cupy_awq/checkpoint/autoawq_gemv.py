@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from cupy_awq.checkpoint import nibbles
-from cupy_awq.checkpoint.module import (
+from cupy_awq.checkpoint.format import (
     INT32,
     SCALES,
     Array,

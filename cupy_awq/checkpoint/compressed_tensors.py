@@ -19,7 +19,7 @@ import numpy as np
 
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import (
+from cupy_awq.checkpoint.format import (
     INT32,
     INT64,
     SCALES,

@@ -14,7 +14,7 @@ import numpy as np
 
 from cupy_awq.checkpoint import experts
 from cupy_awq.checkpoint.files import CheckpointError, check_count
-from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
+from cupy_awq.checkpoint.format import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 RUN_TIME_SCALES = "act.scales"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.checkpoint.files import CheckpointError, check_count
-from cupy_awq.checkpoint.module import ModuleTensors
+from cupy_awq.checkpoint.format import ModuleTensors
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 Array = npt.NDArray[Any]

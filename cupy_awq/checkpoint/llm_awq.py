@@ -16,7 +16,7 @@ from cupy_awq.checkpoint.autoawq import AutoAwq
 from cupy_awq.checkpoint.autoawq_gemv import Gemv, GemvFast
 from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import Format
+from cupy_awq.checkpoint.format import Format
 from cupy_awq.checkpoint.tensors import Tensor
 
 SCALED = ".act.scales"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import ModuleTensors
+from cupy_awq.checkpoint.format import ModuleTensors
 
 if sys.version_info >= (3, 11):
     from re import _constants as ops  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ import bisect
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels.gemm.problem import ITEMSIZE, Problem, ceil_div
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 

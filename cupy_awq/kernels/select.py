@@ -14,40 +14,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cupy_awq.kernels import (
-    conv2d_gemm,
-    conv2d_int8,
-    conv2d_simt,
-    conv2d_sm80,
-    conv2d_sm90,
-    conv2d_sm90_large,
-    convert,
-    dequantize,
-    gemm_int8_simt,
-    gemm_int8_sm90,
-    gemm_simt,
-    gemm_sm90,
-    gemm_sm90_large,
-    gemm_sm90_raw,
-    gemm_w4a8_sm90,
-    gemv_int8,
-    quantize_fp8,
-    quantize_rows,
-    tuned,
-)
-from cupy_awq.kernels.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d_problem import Convolution
-from cupy_awq.kernels.convert import Conversion
-from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels import tuned
+from cupy_awq.kernels.conv2d import conv2d_gemm, conv2d_int8, conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large
+from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.conv2d.problem import Convolution
+from cupy_awq.kernels.dequantize import dequantize, int_to_fp16
+from cupy_awq.kernels.dequantize.dequantize import Dequantization
+from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
 from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
-from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
-from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
-from cupy_awq.kernels.gemv import GEMM_SMALL, GEMV
-from cupy_awq.kernels.int8_problem import Int8Problem
-from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
-from cupy_awq.kernels.quantize_rows import RowQuantization
-from cupy_awq.kernels.reduction import Reduction, reduction_of
+from cupy_awq.kernels.gemm import gemm_simt, gemm_sm90, gemm_sm90_large, gemm_sm90_raw
+from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM75, GEMM_SM80
+from cupy_awq.kernels.gemm.gemv import GEMM_SMALL, GEMV
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.reduction import Reduction, reduction_of
+from cupy_awq.kernels.int8 import gemm_int8_simt, gemm_int8_sm90, gemm_w4a8_sm90, gemv_int8, quantize_fp8, quantize_rows
+from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
+from cupy_awq.kernels.int8.problem import Int8Problem
+from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.int8.quantize_rows import RowQuantization
 from cupy_awq.kernels.tuned import TunedConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -65,7 +49,7 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
         gemm_sm90_large,
     ),
     Dequantization: (dequantize,),
-    Conversion: (convert,),
+    Conversion: (int_to_fp16,),
     Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_w4a8_sm90, gemm_int8_sm90, gemm_int8_simt),
     RowQuantization: (quantize_rows,),
     Fp8Quantization: (quantize_fp8,),

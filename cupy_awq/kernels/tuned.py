@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
-from cupy_awq.kernels.problem import next_power_of_two, next_tuned_m
+from cupy_awq.kernels.gemm.problem import next_power_of_two, next_tuned_m
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.device import Device
 

@@ -4,13 +4,13 @@
 This subpackage needs the extra ``llm`` (packages tokenizers, jinja2 and gguf).
 """
 
+from cupy_awq.llm.calibrate.model_quantizer import quantize
+from cupy_awq.llm.calibrate.quantization_report import Report
 from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.files.model_files import ModelFiles
+from cupy_awq.llm.files.readers import load, read
 from cupy_awq.llm.language_model import Chat, Completion, ContextFullError, LanguageModel, Score, Stats
-from cupy_awq.llm.model_files import ModelFiles
-from cupy_awq.llm.model_quantizer import quantize
-from cupy_awq.llm.quantization_report import Report
-from cupy_awq.llm.readers import load, read
-from cupy_awq.llm.sampling import Sampling
 
 __all__ = [
     "Chat",

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.llm.chat_template import Message, check_messages
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model import Model
-from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
-from cupy_awq.llm.tokenizer import Detokenizer, Tokenizer, check_text
+from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
+from cupy_awq.llm.text.chat_template import Message, check_messages
+from cupy_awq.llm.text.tokenizer import Detokenizer, Tokenizer, check_text
 from cupy_awq.runtime import placement
 
 Prompt = str | Sequence[Message]

@@ -14,7 +14,7 @@ from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.conv2d_problem import (
+from cupy_awq.kernels.conv2d.problem import (
     EPILOGUE_ACTIVATIONS,
     VECTOR_CHANNELS,
     Convolution,

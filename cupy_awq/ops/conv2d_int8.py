@@ -12,7 +12,7 @@ from cupy_awq.activation import Activation
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.conv2d_int8 import ACTIVATIONS, Int8Convolution
+from cupy_awq.kernels.conv2d.conv2d_int8 import ACTIVATIONS, Int8Convolution
 from cupy_awq.ops import execute
 from cupy_awq.ops.conv2d import kernel_sizes, x_strides
 from cupy_awq.runtime import device, placement

@@ -8,7 +8,7 @@ from typing import Any
 from cupy_awq import check, reference
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.dequantize.dequantize import Dequantization
 from cupy_awq.runtime import arrays, device, launch, placement
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import gather_columns as kernel
-from cupy_awq.kernels.gemm_sm90 import GATHER_MAX_K
+from cupy_awq.kernels.gemm import gather_columns as kernel
+from cupy_awq.kernels.gemm.gemm_sm90 import GATHER_MAX_K
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement, workspace
 from cupy_awq.runtime.launch import Launcher, get_launcher

@@ -8,9 +8,10 @@ from typing import Any
 
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
-from cupy_awq.kernels import gather_columns, select
-from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm import gather_columns
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.ops.gemm_launch import GemmLaunch, cache_launch, constant_pointers, run_gemm
 from cupy_awq.runtime import arrays, device
 from cupy_awq.weight import PackedWeight

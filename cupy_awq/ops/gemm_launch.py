@@ -12,8 +12,9 @@ import numpy as np
 from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import gather_columns, select
-from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm import gather_columns
+from cupy_awq.kernels.gemm.problem import Problem, Strides
 from cupy_awq.ops.gather_columns import ActivationOrder, prepare_gather
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement

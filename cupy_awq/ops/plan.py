@@ -14,8 +14,8 @@ from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight, Problem
-from cupy_awq.kernels.repack import WEIGHT_TILE_N, RepackedLayout
+from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, Problem
+from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_N, RepackedLayout
 from cupy_awq.ops.gather_columns import ActivationOrder
 from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight

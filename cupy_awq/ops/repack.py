@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launch import launch
 from cupy_awq.weight import PackedWeight

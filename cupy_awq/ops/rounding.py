@@ -7,8 +7,8 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
-from cupy_awq.kernels import refine_group as group_kernel
-from cupy_awq.kernels import round_channels as block_kernel
+from cupy_awq.kernels.quantization import refine_group as group_kernel
+from cupy_awq.kernels.quantization import round_channels as block_kernel
 from cupy_awq.runtime import arrays, device
 from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -18,7 +18,7 @@ def round_channels(target: Array, old: Array, weights: Array, bottom: Array, top
     """Round the targets of a block of B channels one after the other; return (codes, changes), both float32 [B, N].
 
     The arguments are those of `cupy_awq.quantization.error_compensation.round_channels`, CuPy arrays with B at most
-    `cupy_awq.kernels.round_channels.MAX_CHANNELS`. ``target`` is not modified.
+    `cupy_awq.kernels.quantization.round_channels.MAX_CHANNELS`. ``target`` is not modified.
     """
     import cupy
 

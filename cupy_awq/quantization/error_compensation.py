@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.kernels.round_channels import MAX_CHANNELS
+from cupy_awq.kernels.quantization.round_channels import MAX_CHANNELS
 from cupy_awq.ops import rounding as device
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows

@@ -16,15 +16,15 @@ import numpy as np
 
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.kv_cache import cache_bytes
-from cupy_awq.llm.model import Model
-from cupy_awq.llm.model_files import Array, ModelFiles, Progress
-from cupy_awq.llm.numpy_ops import NumpyOps
-from cupy_awq.llm.ops import DecoderOps
-from cupy_awq.llm.sampling import Sampling
+from cupy_awq.llm.decoder.backend import DecoderOps
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.kv_cache import cache_bytes
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 

@@ -17,24 +17,18 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from cupy_awq.kernels import (
-    conv2d_int8,
-    conv2d_problem,
-    gather_columns,
-    gemm_sm90,
-    int8_problem,
-    llm,
-    quantize_fp8,
-    quantize_rows,
-    refine_group,
-    round_channels,
-    select,
-    tuned,
-)
-from cupy_awq.kernels.convert import VALUES, Conversion
-from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels.conv2d import conv2d_int8
+from cupy_awq.kernels.conv2d import problem as conv2d_problem
+from cupy_awq.kernels.decoder import decoder as llm
+from cupy_awq.kernels.dequantize.dequantize import Dequantization
+from cupy_awq.kernels.dequantize.int_to_fp16 import VALUES, Conversion
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.kernels.gemm import gather_columns, gemm_sm90
+from cupy_awq.kernels.gemm.problem import Fusion, Problem
+from cupy_awq.kernels.int8 import problem as int8_problem
+from cupy_awq.kernels.int8 import quantize_fp8, quantize_rows
+from cupy_awq.kernels.quantization import refine_group, round_channels
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime import disk_cache as cache

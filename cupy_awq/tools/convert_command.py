@@ -49,7 +49,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from cupy_awq.llm.convert import convert
+    from cupy_awq.llm.files.convert import convert
     from cupy_awq.tools.info import list_roundings
 
     suffix = SUFFIXES.get(args.target.suffix)

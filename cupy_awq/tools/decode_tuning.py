@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS
-from cupy_awq.kernels.problem import Problem, next_tuned_m
+from cupy_awq.kernels.gemm.gemm_sm90 import MAX_FUSED_ROWS
+from cupy_awq.kernels.gemm.problem import Problem, next_tuned_m
 from cupy_awq.kernels.select import Candidate
-from cupy_awq.llm import readers
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.model import Model
-from cupy_awq.llm.model_files import ModelFiles
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.files import readers
+from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.runtime import device as devices
 from cupy_awq.runtime import placement
 from cupy_awq.runtime.graph import capture

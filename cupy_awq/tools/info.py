@@ -11,11 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import ModuleSpec, formats
+from cupy_awq.checkpoint import ModuleSpec
+from cupy_awq.checkpoint import catalog as formats
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.runtime import device
 from cupy_awq.tools import table
 

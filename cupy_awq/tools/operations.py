@@ -20,9 +20,9 @@ import numpy as np
 from cupy_awq import check_scalar, reference
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.conv2d_problem import nhwc_problem
+from cupy_awq.kernels.conv2d.problem import nhwc_problem
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.linear import AwqLinear
 from cupy_awq.ops.conv2d import conv2d
 from cupy_awq.ops.gemm import gemm

@@ -148,7 +148,7 @@ class _Progress:
         self._line = ""
 
     def show_layer(self, done: int, total: int, report: Mapping[str, Any] | None) -> None:
-        """Show the number of finished layers; see `cupy_awq.llm.model_quantizer.LayerProgress`."""
+        """Show the number of finished layers; see `cupy_awq.llm.calibrate.model_quantizer.LayerProgress`."""
         left = ""
         if report is None:
             self._first = done

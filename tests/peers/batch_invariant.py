@@ -23,8 +23,8 @@ import numpy as np
 
 from cupy_awq import AwqLinear, gemm
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.reduction import Reduction, reduction_of
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.reduction import Reduction, reduction_of
 from cupy_awq.ops.gemm_launch import run_gemm
 from cupy_awq.ops.repack import repack
 from cupy_awq.runtime import compile as compiler

@@ -25,7 +25,7 @@ import numpy as np
 
 from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.checkpoint import Module
-from cupy_awq.llm.model_files import ModelFiles
+from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.runtime import device
 from cupy_awq.tools import bench_llm, timing
 from cupy_awq.tools.testing import random_activations, random_weight

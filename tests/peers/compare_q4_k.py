@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from cupy_awq import llm, reference
 from cupy_awq.checkpoint import Module
-from cupy_awq.llm.build import build_model
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.language_model import LanguageModel
-from cupy_awq.llm.numpy_ops import NumpyOps
 
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from cupy_awq.llm import gguf_tokenizer
+from cupy_awq.llm.text import gguf_tokenizer
 
 RECORDED = (
     "Hello world",

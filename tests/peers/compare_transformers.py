@@ -24,9 +24,9 @@ import torch
 import transformers
 
 from cupy_awq import llm
-from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import MODEL_TYPES
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 
 TOKENS, VOCAB = 60, 96
 TOLERANCE = 2e-4

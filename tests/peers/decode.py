@@ -26,13 +26,13 @@ from unittest import mock
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.kv_cache import KvCache, cache_bytes
-from cupy_awq.llm.model import Model
-from cupy_awq.llm.sampling import Sampling
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.kv_cache import KvCache, cache_bytes
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.ops import gemm_launch
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import launch, placement

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 from cupy_awq.kernels import tuned
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.runtime.device import Device
 from tests.peers import sweep
 from tests.peers.random_problems import build

@@ -36,17 +36,11 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_awq.kernels import (
-    gemm_int8_sm90,
-    gemm_sm90,
-    gemm_sm90_costs,
-    gemm_sm90_large,
-    gemm_w4a8_costs,
-    gemm_w4a8_sm90,
-)
-from cupy_awq.kernels.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
-from cupy_awq.kernels.int8_problem import Int8Problem
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm import gemm_sm90, gemm_sm90_costs, gemm_sm90_large
+from cupy_awq.kernels.gemm.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.int8 import gemm_int8_sm90, gemm_w4a8_costs, gemm_w4a8_sm90
+from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime.device import Device
 from tests.peers.sweep import FirstChoice, table
 

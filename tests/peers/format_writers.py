@@ -27,7 +27,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from cupy_awq import llm
-from cupy_awq.llm.convert import convert
+from cupy_awq.llm.files.convert import convert
 from tests.peers.format_models import (
     COLUMNS,
     compare,

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import choose
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.device import Device

@@ -36,7 +36,7 @@ from unittest import mock
 
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address

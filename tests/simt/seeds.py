@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched

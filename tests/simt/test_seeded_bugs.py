@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.kernels.gemm.problem import Fusion, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 LONG = Problem(40, 224, 640, 64)

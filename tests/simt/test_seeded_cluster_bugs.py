@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 UNEVEN = Problem(20, 64, 1152, 128, repacked=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cupy_awq.kernels.gemm_sm90_config import MMA_INVARIANT
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.gemm_sm90_config import MMA_INVARIANT
+from cupy_awq.kernels.gemm.problem import Problem
 from tests.simt.seeds import DEADLOCK, VALUES, Seed, assert_caught
 
 FEW = Problem(5, 160, 2048, 64, batch_invariant=True)

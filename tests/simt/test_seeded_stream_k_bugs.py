@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from tests.simt.seeds import DEADLOCK, RACE, VALUES, Seed, assert_caught
 
 PROBLEM = Problem(140, 384, 768, 128, repacked=True)

@@ -13,10 +13,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from cupy_awq import checkpoint, llm
-from cupy_awq.checkpoint import gguf_write
-from cupy_awq.llm import ak48
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.checkpoint.gguf import write as gguf_write
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files import ak48
 from tests import (
     checkpoint_files,
     format_files,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.conv2d_problem import Convolution
-from cupy_awq.kernels.convert import Conversion
+from cupy_awq.kernels.conv2d.problem import Convolution
+from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
 from cupy_awq.kernels.family import AnyFamily
-from cupy_awq.kernels.int8_problem import Int8Problem
-from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
-from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.int8.problem import Int8Problem
+from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.int8.quantize_rows import RowQuantization
 from cupy_awq.runtime import device
 
 PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}

@@ -13,7 +13,7 @@ import argparse
 import time
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.runtime import device
 from tests.backends import runner
 from tests.test_kernels import check_matmul

@@ -26,7 +26,7 @@ from cupy.cuda import compiler
 
 from cupy_awq import llm
 from cupy_awq.checkpoint import safetensors
-from cupy_awq.llm import layer_quantizer
+from cupy_awq.llm.calibrate import layer_quantizer
 from tests import llm_models
 
 LAYERS = 36

@@ -14,7 +14,8 @@ import numpy as np
 
 from cupy_awq import llm, reference
 from cupy_awq.checkpoint import Module, safetensors
-from cupy_awq.llm import ModelFiles, hugging_face
+from cupy_awq.llm import ModelFiles
+from cupy_awq.llm.files import hugging_face
 
 
 def dense(value: Any) -> np.ndarray:

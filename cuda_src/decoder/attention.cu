@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal attention in prefill without tensor cores, for problems that attention_sm80 does not support:
+//
+//   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
+//
+// Row m = b * steps + s is new token s of sequence b, which attends to the keys p = 0 .. lengths[b] + s of the
+// sequence. Query head h reads KV head h / (heads / kv_heads).
+//
+//   q, out   X [m, heads, HEAD_DIM]
+//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
+//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token
+//
+// Limits: HEAD_DIM is a multiple of 8 up to 256. Architectures: all.
+// Grid (heads / HEADS, m): a CTA computes one row for HEADS query heads that share a KV head. Each group of LANES lanes
+// updates an online softmax over its share of the keys. Groups, then warps, are merged in a fixed order, so results are
+// bit-identical from run to run.
+#include "decoder/online_softmax.cuh"
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kUnroll = UNROLL;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention(const X* q, const X* k, const X* v, const int32_t* lengths, X* out, int steps, int heads, int kv_heads,
+              int capacity, int64_t sequence_stride, float scale) {
+  __shared__ WarpSoftmaxes warp_softmaxes;
+  launch_dependents_and_wait();
+  const int head_block = blockIdx.x, row = blockIdx.y;
+  const int sequence = row / steps;
+  const int keys = min(lengths[sequence] + row % steps + 1, capacity);
+  const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
+  const bool has_dims = d_begin < kHeadDim;
+  const int kv_head = head_block * kHeads / (heads / kv_heads);
+  const int64_t cache_offset =
+      sequence * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim + d_begin;
+  const int64_t q_offset = (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim;
+
+  float query[kHeads][8];
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    Chunk values = {};
+    if (has_dims) load<true>(values, q + q_offset + head * kHeadDim + d_begin);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) query[head][i] = to_float(values.values[i]) * scale * 1.4426950408889634f;  // log2(e)
+  }
+  OnlineSoftmax softmax;
+  for (int base = 0; base < keys; base += kGroups * kUnroll) {
+    Chunk k_chunks[kUnroll] = {}, v_chunks[kUnroll] = {};
+    bool is_valid[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int key = base + u * kGroups + group;
+      is_valid[u] = key < keys;
+      if (is_valid[u] && has_dims) {
+        load<true>(k_chunks[u], k + cache_offset + static_cast<int64_t>(key) * kHeadDim);
+        load<true>(v_chunks[u], v + cache_offset + static_cast<int64_t>(key) * kHeadDim);
+      }
+    }
+    softmax.add(query, k_chunks, v_chunks, is_valid);
+  }
+  softmax.merge_groups();
+  softmax.store(warp_softmaxes);
+  __syncthreads();
+  for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
+    float row_max, row_sum;
+    const Vector<float, 2> acc = warp_softmaxes.merge(i / kHeadDim, i % kHeadDim, row_max, row_sum);
+    store<true>(out + q_offset + i,
+                Vector<X, 2>{from_float<X>(acc.values[0] / row_sum), from_float<X>(acc.values[1] / row_sum)});
+  }
+}

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// The code shared by the decode_attention kernels. For one new token of each of m sequences, they compute:
+//
+//   q, k = RoPE(RMSNorm(q)), RoPE(RMSNorm(k))          rope.cuh; RMSNorm only with QK_NORM
+//   k[b, lengths[b], :], v[b, lengths[b], :] = k, v    appends to the KV cache
+//   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
+//
+//   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]: q, k and v of the new tokens
+//   q_norm, k_norm  float32 [HEAD_DIM], or null
+//   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
+//   lengths         int32 [m], the positions of the new tokens; a token at a position >= capacity is not appended
+//   k, v            X [m, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
+//   out             X [m, heads * HEAD_DIM]; with ORDER_OUT, column i of a row is stored at positions[i]
+//   positions       int32 [heads * HEAD_DIM], a permutation; with ORDER_OUT only
+//   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
+//   counters        uint32 [m, heads / HEADS], zero before and after the launch
+//
+// Grid (splits, heads / HEADS, m): the keys of a sequence are split among the CTAs along x, and MAX_SPLITS is their
+// number, rounded up to a power of two, so that merging loops over few absent splits. A split has at least
+// MIN_SPLIT_KEYS keys, and CTAs without keys exit, so a captured launch can be replayed for any length. Warps, then
+// splits, are merged in a fixed order, so results are bit-identical from run to run.
+//
+// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. This is safe because a decode step
+// starts with `embed`, which is launched without PDL after all preceding kernels have finished.
+#pragma once
+
+#include "decoder/softmax_merge.cuh"
+#include "decoder/rope.cuh"
+#include "common/positions.cuh"
+#include "ptx/atom.cuh"
+
+constexpr int kWarps = THREADS / 32;
+constexpr int kMaxSplits = MAX_SPLITS;
+constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split: acc, row_max, row_sum
+
+static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
+
+// The RoPE factors and RMSNorm weights for the new token, loaded before griddepcontrol.wait.
+struct TokenFactors {
+  Pairs rotation, q_weight = {}, k_weight = {};
+
+  __device__ __forceinline__ TokenFactors(const float* cos, const float* sin, const float* q_norm, const float* k_norm)
+      : rotation(Pairs::load(cos, sin)) {
+    if constexpr (kNorm) {
+      q_weight = Pairs::load(q_norm, q_norm + kHalf);
+      k_weight = Pairs::load(k_norm, k_norm + kHalf);
+    }
+  }
+
+  // Applies RMSNorm and RoPE to the query heads of this CTA, each warp to one head at a time, and passes the results to
+  // take(head, pairs). If `appends`, also writes the new key and value to shared memory (new_key, new_value) and to the
+  // cache (k, v).
+  template <class Take>
+  __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads, int head_block, int kv_head,
+                                                    float eps, bool appends, X* new_key, X* new_value, X* k, X* v,
+                                                    Take take) const {
+    for (int unit = threadIdx.x / 32; unit < kHeads + (appends ? 2 : 0); unit += kWarps) {
+      const bool is_q = unit < kHeads, is_v = unit == kHeads + 1;
+      const X* in = qkv + (is_q ? head_block * kHeads + unit : heads + (is_v ? kv_heads : 0) + kv_head) * kHeadDim;
+      Pairs pairs = Pairs::load(in, in + kHalf);
+      if (is_q) {
+        pairs.norm_and_rotate(q_weight, rotation, eps);
+        take(unit, pairs);
+      } else {
+        if (!is_v) pairs.norm_and_rotate(k_weight, rotation, eps);
+        pairs.store(is_v ? new_value : new_key);
+        pairs.store(is_v ? v : k);
+      }
+    }
+  }
+};
+
+// Increments `counter` and returns the number of CTAs that arrived earlier. One thread calls this function between two
+// CTA barriers. Writes of the CTA before the first barrier become visible to CTAs that arrive later; writes of CTAs
+// that arrived earlier are visible to this CTA after the second barrier.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+#if __CUDA_ARCH__ >= 750
+  return ptx::atom_add_acq_rel(counter, 1u);
+#else
+  __threadfence();
+  const uint32_t earlier = atomicAdd(counter, 1u);
+  __threadfence();
+  return earlier;
+#endif
+}
+
+// The columns of `out` for the heads of a CTA.
+struct Output {
+  __device__ __forceinline__ Output(X* out, const int32_t* positions, int row, int heads, int head_block)
+      : begin(out + (static_cast<int64_t>(row) * heads + (ORDER_OUT ? 0 : head_block * kHeads)) * kHeadDim),
+        positions(positions + head_block * kHeads * kHeadDim) {}
+
+  // Stores columns i and i + 1 of the CTA.
+  __device__ __forceinline__ void store_pair(int i, float first, float second) const {
+    if constexpr (ORDER_OUT) {
+      begin[positions[i]] = from_float<X>(first);
+      begin[positions[i + 1]] = from_float<X>(second);
+    } else {
+      store<true>(begin + i, Vector<X, 2>{from_float<X>(first), from_float<X>(second)});
+    }
+  }
+
+  X* begin;
+  const int32_t* positions;
+};
+
+// Merges the softmaxes of the warps. With a single split, writes the results of the CTA's heads to `out`. Otherwise
+// writes the softmaxes of the split to `partials`, and the last CTA to arrive merges all splits.
+__device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits,
+                                             const Output& out, float* partials, uint32_t* counter) {
+  __shared__ float factors[kHeads][kMaxSplits];
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
+    const int head = i / kHeadDim, d = i % kHeadDim;
+    float row_max, row_sum;
+    const Vector<float, 2> acc = warp_softmaxes.merge(head, d, row_max, row_sum);
+    if (splits == 1) {
+      out.store_pair(i, acc.values[0] / row_sum, acc.values[1] / row_sum);
+      continue;
+    }
+    float* partial = partials + (split * kHeads + head) * kSplitFloats;
+    __stcg(reinterpret_cast<float2*>(partial + d), float2{acc.values[0], acc.values[1]});
+    if (d == 0) __stcg(reinterpret_cast<float2*>(partial + kHeadDim), float2{row_max, row_sum});
+  }
+  if (splits == 1) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = count_arrival(counter) == splits - 1;
+    if (is_last) *counter = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  float2 acc[kMaxSplits];
+  auto fetch_acc = [&](int i) {
+#pragma unroll
+    for (int other = 0; other < kMaxSplits; ++other) {
+      const float* partial = partials + (other * kHeads + i / kHeadDim) * kSplitFloats + i % kHeadDim;
+      acc[other] = other < splits ? __ldcg(reinterpret_cast<const float2*>(partial)) : float2{0.0f, 0.0f};
+    }
+  };
+  const int first = 2 * threadIdx.x;
+  if (first < kHeads * kHeadDim) fetch_acc(first);
+  for (int head = warp; head < kHeads; head += kWarps) {
+    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of this lane's split
+    if (lane < splits) {
+      softmax = __ldcg(reinterpret_cast<const float2*>(partials + (lane * kHeads + head) * kSplitFloats + kHeadDim));
+    }
+    const float factor = exp2f(softmax.x - warp_max(softmax.x));
+    const float row_sum = warp_sum(factor * softmax.y);
+    if (lane < kMaxSplits) factors[head][lane] = factor / row_sum;
+  }
+  __syncthreads();
+  for (int i = first; i < kHeads * kHeadDim; i += 2 * THREADS) {
+    if (i != first) fetch_acc(i);
+    float2 merged = {0.0f, 0.0f};
+#pragma unroll
+    for (int other = 0; other < kMaxSplits; ++other) {
+      const float factor = factors[i / kHeadDim][other];
+      merged.x += factor * acc[other].x;
+      merged.y += factor * acc[other].y;
+    }
+    out.store_pair(i, merged.x, merged.y);
+  }
+}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: header, tensors of each GGML type, and the writer."""

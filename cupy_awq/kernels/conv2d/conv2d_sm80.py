@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``conv2d_sm80``: convolution as an implicit GEMM with mma.sync, on sm_80 and newer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.conv2d import conv2d_sm90
+from cupy_awq.kernels.conv2d.problem import VECTOR_CHANNELS, Convolution, rounded_parameters, tensor_core_refusal
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm.problem import ceil_div, split_counts
+from cupy_awq.kernels.warp_tiles import WarpTileConfig
+from cupy_awq.packing import namespace, pack_int4, pack_int8
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+NAME = "conv2d_sm80"
+STAGE_VECTORS = 8
+"""The number of 8-channel (16-byte) vectors along K per pipeline stage."""
+STAGE_ROW_BYTES = STAGE_VECTORS * VECTOR_CHANNELS * 2
+"""The size in bytes of one pixel or output channel in a pipeline stage."""
+TILES = ((64, 2, 4), (64, 2, 2), (32, 2, 2))
+"""The CTA tiles, largest first: (pixels per warp, warps along pixels, warps along output channels)."""
+STAGES = 3
+"""The number of pipeline stages."""
+
+
+@dataclass(frozen=True)
+class Conv2dSm80Costs:
+    """Constants of the cost model, which only ranks configurations; not fitted to measurements."""
+
+    product_us: float = 0.07
+    """The time to multiply 32 pixels by 32 output channels over 64 input channels, in microseconds."""
+    stage_products: float = 6.0
+    """The fixed time per pipeline stage, as a multiple of ``product_us``."""
+    cta_products: float = 20.0
+    """The time of the prologue and epilogue of a CTA, as a multiple of ``product_us``."""
+    reduction_products: float = 30.0
+    """The fixed time of the split-K reduction, as a multiple of ``product_us``."""
+    split_products: float = 2.0
+    """The additional time of the split-K reduction per split, as a multiple of ``product_us``."""
+
+
+COSTS = Conv2dSm80Costs()
+
+
+@dataclass(frozen=True)
+class Conv2dSm80Config(WarpTileConfig):
+    """A configuration of ``conv2d_sm80``; see `WarpTileConfig`. A pipeline stage holds 64 input channels of x."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory per CTA in bytes: all stages of x and two buffers of dequantized weights."""
+        return STAGE_ROW_BYTES * (self.stages * self.block_m + 2 * self.block_n)
+
+
+def refusal(problem: Convolution, device: Device) -> str | None:
+    """Return the reason why the family cannot or need not solve the problem, or None."""
+    reason = tensor_core_refusal(problem, device)
+    if reason is None and conv2d_sm90.refusal(problem, device) is None:
+        return f"is replaced by {conv2d_sm90.NAME}"
+    return reason
+
+
+def configs(problem: Convolution, device: Device) -> list[Conv2dSm80Config]:
+    """Return a configuration for each split-K factor and each CTA tile that fits in shared memory."""
+    found = [
+        Conv2dSm80Config(warp_m, warps_m, warps_n, STAGES, split_k)
+        for warp_m, warps_m, warps_n in TILES
+        for split_k in split_counts(_stages_of_k(problem))
+    ]
+    return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
+
+
+def estimate_us(config: Conv2dSm80Config, problem: Convolution, device: Device) -> float:
+    """Return the run time in microseconds: the time of a CTA for each wave of CTAs, plus the split-K reduction."""
+    rows, columns = _tiles(config, problem)
+    waves = ceil_div(rows * columns * config.split_k, device.sm_count)
+    products = config.block_m * config.block_n / 1024
+    stages = ceil_div(_stages_of_k(problem), config.split_k)
+    cost = waves * ((COSTS.stage_products + products) * stages + COSTS.cta_products)
+    if config.split_k > 1:
+        cost += COSTS.reduction_products + COSTS.split_products * config.split_k
+    return cost * COSTS.product_us
+
+
+def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are x, codes, scales, offsets, bias, y, partials and counters."""
+    defines = (
+        *problem.defines(),
+        ("BITS", problem.bits),
+        ("WARP_M", config.warp_m),
+        ("WARPS_M", config.warps_m),
+        ("WARPS_N", config.warps_n),
+        ("STAGES", config.stages),
+        ("EVEN", int(problem.y_aligned and problem.sizes.outputs % 2 == 0)),
+    )
+    kernel = Kernel("conv2d/conv2d_sm80.cu", NAME, defines, device.target)
+    block_vectors = ceil_div(min(problem.block_size, problem.sizes.channels), VECTOR_CHANNELS)
+    pointers = ("x", "codes", "scales", "offsets", "bias", "y", "partials", "counters")
+    threads = 32 * config.warps_m * config.warps_n
+    grid = (*_tiles(config, problem), config.split_k)
+    arguments = (*pointers, *problem.scalars(3, block_vectors))
+    return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, config.shared_bytes)
+
+
+def workspace(config: Conv2dSm80Config, problem: Convolution) -> Workspace:
+    return config.workspace(math.prod(_tiles(config, problem)))
+
+
+def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array | None]:
+    """Return the weight buffers "codes" (one int32 word per 8 channels, or two for 8 bits), "scales" and "offsets"."""
+    scales, offsets = rounded_parameters(weight, np.dtype(problem.dtype))
+    return {"codes": weight.layout("sm80 words", lambda: _words(weight)), "scales": scales, "offsets": offsets}
+
+
+def _words(weight: BlockQuantizedWeight) -> Array:
+    """Return the packed codes, int32 [Co, Kh * Kw, words], with channels padded to a multiple of 8."""
+    co, kh, kw, ci = weight.shape
+    padded = namespace(weight.stored).zeros((co, kh * kw, ceil_div(ci, VECTOR_CHANNELS) * VECTOR_CHANNELS), np.uint8)
+    padded[..., :ci] = weight.codes.reshape(co, kh * kw, ci)
+    return pack_int4(padded) if weight.bits == 4 else pack_int8((padded ^ np.uint8(128)).view(np.int8))
+
+
+def _tiles(config: Conv2dSm80Config, problem: Convolution) -> tuple[int, int]:
+    """Return the numbers of CTA tiles along pixels and along the output channels of all groups."""
+    sizes = problem.sizes
+    return ceil_div(sizes.pixels, config.block_m), ceil_div(sizes.outputs, config.block_n) * sizes.groups
+
+
+def _stages_of_k(problem: Convolution) -> int:
+    """Return the number of main-loop iterations along K; each consumes one pipeline stage."""
+    sizes = problem.sizes
+    return ceil_div(sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, VECTOR_CHANNELS), STAGE_VECTORS)

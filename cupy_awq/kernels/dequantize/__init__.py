@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that convert integer codes to floating point."""

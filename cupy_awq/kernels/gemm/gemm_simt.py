@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_simt``: the fallback for any problem, in float32 on CUDA cores; also the reference for the other kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
+from cupy_awq.kernels.gemm.reduction import Reduction, slice_begins
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
+
+NAME = "gemm_simt"
+BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
+"""The extents of a CTA tile along m, n and k, and the number of threads per CTA."""
+
+
+@dataclass(frozen=True)
+class GemmSimtCosts:
+    """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
+
+    Attributes:
+        k_tile_us: time per k tile (16 rows of W) of a CTA; the times of CTAs on the same SM add up.
+        launch_us: launch overhead and epilogue.
+        reduction_us: fixed time of the split-K reduction.
+        reduction_split_us: additional time of the split-K reduction per split.
+    """
+
+    k_tile_us: float = 1.1
+    launch_us: float = 2.0
+    reduction_us: float = 2.0
+    reduction_split_us: float = 0.2
+
+
+COSTS = GemmSimtCosts()
+
+
+@dataclass(frozen=True)
+class GemmSimtConfig:
+    """A configuration of ``gemm_simt``.
+
+    Attributes:
+        split_k: number of CTAs per tile; each computes a slice of K.
+        slices: number of slices of K that a CTA computes one after the other; 1 with split-K.
+    """
+
+    split_k: int
+    slices: int = 1
+
+
+def refusal(problem: Problem, device: Device) -> str | None:
+    return awq_layout_refusal(problem)
+
+
+def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
+    found = [GemmSimtConfig(split_k) for split_k in split_counts(ceil_div(problem.k, BLOCK_K))]
+    if problem.batch_invariant:
+        found += [GemmSimtConfig(1, config.split_k) for config in found if config.split_k > 1]
+    return found
+
+
+def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
+    """Return the order in which a configuration adds up an element of y."""
+    return Reduction("fma", slices=slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices))
+
+
+def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
+    """Return the run time in microseconds: launch overhead, k tiles of the SM with the most CTAs, split-K reduction."""
+    ctas = _tiles(problem) * config.split_k
+    k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+    reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
+    return COSTS.launch_us + reduction + ceil_div(ctas, device.sm_count) * k_tiles * COSTS.k_tile_us
+
+
+def plan(config: GemmSimtConfig, problem: Problem, device: Device) -> LaunchPlan:
+    grid = (ceil_div(problem.m, BLOCK_M), ceil_div(problem.n, BLOCK_N), config.split_k)
+    defines = (("SLICES", config.slices),)
+    return plan_awq_layout("gemm/gemm_simt.cu", NAME, defines, problem, device, grid, THREADS)
+
+
+def workspace(config: GemmSimtConfig, problem: Problem) -> Workspace:
+    if config.split_k == 1:
+        return Workspace()
+    tiles = _tiles(problem)
+    return Workspace(tiles * config.split_k * BLOCK_M * BLOCK_N * 4, tiles)
+
+
+def _tiles(problem: Problem) -> int:
+    return ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N)

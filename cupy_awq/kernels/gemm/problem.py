@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and functions shared by kernel families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cupy_awq.activation import enumerator
+from cupy_awq.kernels.family import TuningKey
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
+
+TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
+"""The C++ type of each dtype (``cuda_src/common/types.cuh``)."""
+
+ZEROS = {"packed": "kPacked", "symmetric": "kSymmetric", "float": "kOffset"}
+"""The C++ enumerator of each kind of zero points (``cuda_src/gemm/group.cuh``)."""
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""The size of one element of each dtype, in bytes."""
+
+MAX_SPLITS = 64
+"""The largest split-K factor."""
+
+PTX_ARCH = 75
+"""The oldest architecture (10 x compute capability) whose kernels use inline PTX; older ones use plain CUDA C++."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_two(m: int) -> int:
+    """Return the smallest power of two that is at least ``m``.
+
+    >>> next_power_of_two(1), next_power_of_two(48), next_power_of_two(64)
+    (1, 64, 64)
+    """
+    return 1 << (m - 1).bit_length()
+
+
+def next_tuned_m(m: int) -> int:
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least ``m``: the values of M to tune.
+
+    >>> [next_tuned_m(m) for m in (1, 2, 3, 5, 17, 25, 600)]
+    [1, 2, 3, 6, 24, 32, 768]
+    """
+    power = next_power_of_two(m)
+    return power * 3 // 4 if m <= power * 3 // 4 else power
+
+
+def split_counts(limit: int) -> list[int]:
+    """Return the split-K factors to try: the powers of two up to the smaller of ``limit`` and MAX_SPLITS.
+
+    >>> split_counts(5)
+    [1, 2, 4]
+    """
+    return [1 << i for i in range(MAX_SPLITS.bit_length()) if 1 << i <= max(1, min(limit, MAX_SPLITS))]
+
+
+class Strides(NamedTuple):
+    """The row strides of the arrays in elements; an element of qweight or of packed zero points is a 32-bit word."""
+
+    x: int
+    qweight: int
+    scales: int
+    qzeros: int
+    residual: int
+    y: int
+
+
+@dataclass(frozen=True)
+class NextWeight:
+    """The part of the repacked gate and up projections that an earlier kernel of a decode step prefetches into L2.
+
+    Attributes:
+        nbytes: number of bytes of the gate projection, and as many of the up projection.
+        up_offset: distance in bytes from the gate projection to the up projection.
+    """
+
+    nbytes: int
+    up_offset: int
+
+    def scalars(self, ctas: int) -> tuple[np.int32, np.int32]:
+        """Return the kernel arguments ``share_bytes`` and ``up_offset`` of a launch with ``ctas`` CTAs.
+
+        >>> NextWeight(1 << 20, up_offset=1 << 22).scalars(132)
+        (np.int32(7936), np.int32(4194304))
+        """
+        return np.int32(self.nbytes // ctas // 16 * 16), np.int32(self.up_offset)
+
+
+NO_PREFETCH = NextWeight(0, 0)
+"""The `NextWeight` of a kernel that prefetches nothing."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A residual add or RMSNorm of a decoder layer that is fused into a GEMM.
+
+    ``cuda_src/hopper/residual_stream.cuh`` has the formulas and the buffers.
+
+    Attributes:
+        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the next GEMM's x: the stream
+            times the RMSNorm weight, divided by each row's root mean square (RMS) at the preceding RMSNorm.
+            "rms_norm_x": x was written by a GEMM with "add_to_stream", and this GEMM multiplies its accumulators by
+            the ratio of that RMS to the current RMS of each row.
+        eps: epsilon of the RMSNorm; used only by "rms_norm_x".
+        orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
+        next_weight: with "add_to_stream", the part of the next GEMM's weight to prefetch.
+    """
+
+    role: Literal["add_to_stream", "rms_norm_x"]
+    eps: float = 0.0
+    orders_y: bool = False
+    next_weight: NextWeight = NO_PREFETCH
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The additional buffers of a launch; ``cuda_src/hopper/residual_stream.cuh`` describes them."""
+        stream = "h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms"
+        if self.role == "rms_norm_x":
+            return stream
+        return (*stream, "positions", "next_weight") if self.orders_y else (*stream, "next_weight")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A validated matrix product y [m, n] = epilogue(x [m, k] @ W [k, n]).
+
+    The fields determine a kernel's code and launch, except the addresses of the arrays. Dtypes are NumPy names.
+
+    Attributes:
+        m: number of rows of x and y.
+        n: number of columns of W; also of y, unless the problem is gated (n / 2).
+        k: number of columns of x and rows of W.
+        group_size: number of rows of W that share scales and zero points.
+        dtype: dtype of x and y.
+        scales_dtype: dtype of the scales.
+        zeros: "packed" (4-bit zero points), "symmetric" (all 8) or "float" (offsets, W = q * s + o).
+        bias_dtype: dtype of the bias, or None without a bias.
+        residual: whether the epilogue adds a residual.
+        activation: kind of the `Activation`, or None without an activation.
+        limits: lower and upper bound of the activation "clamp".
+        gated: whether y = activation(gate) * up, where gate and up are the first and second half of W's columns.
+        aligned: whether all rows of the weight arrays, the residual and y start at multiples of 16 bytes.
+        x_aligned: whether all rows of x start at multiples of 16 bytes.
+        has_awq_layout: whether the weight is available in the AWQ layout.
+        repacked: whether the weight is available in the repacked layout (`RepackedLayout`).
+        scale_exponent: exponent such that every scale times 2**scale_exponent is at most 64.
+        wide_scales: whether some scale times 2**scale_exponent would lose bits in float16.
+        fusion: residual add or RMSNorm that is fused into the GEMM, or None.
+        may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
+            kernel that is still running writes it.
+        strides: row strides in elements; None if all arrays are contiguous.
+        gathers_x: whether the kernel gathers the columns of x in an activation order.
+        batch_invariant: whether the bits of a row of y must not depend on m (`cupy_awq.kernels.gemm.reduction`).
+    """
+
+    m: int
+    n: int
+    k: int
+    group_size: int
+    dtype: str = "float16"
+    scales_dtype: str = "float16"
+    zeros: str = "packed"
+    bias_dtype: str | None = None
+    residual: bool = False
+    activation: str | None = None
+    limits: tuple[float, float] = (0.0, 0.0)
+    gated: bool = False
+    aligned: bool = True
+    x_aligned: bool = True
+    has_awq_layout: bool = True
+    repacked: bool = False
+    scale_exponent: int = 0
+    wide_scales: bool = False
+    fusion: Fusion | None = None
+    may_prefetch_weights: bool = False
+    strides: Strides | None = None
+    gathers_x: bool = False
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}] group size {self.group_size}"
+
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The tuning key: the shapes to look up in turn, M, and M rounded up by `next_tuned_m`.
+
+        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN". With ``gathers_x`` it is
+        "KxN gather", which is not in the shipped tables: the fastest configuration for "KxN" is not the fastest then.
+        """
+        shape = f"{self.k}x{self.n}"
+        shapes = (f"{shape} gather",) if self.gathers_x else (f"{shape} stream", shape) if self.fusion else (shape,)
+        return TuningKey(shapes, self.m, next_tuned_m(self.m))
+
+    @property
+    def row_strides(self) -> Strides:
+        """The row strides in elements: ``strides``, or the strides of contiguous arrays if ``strides`` is None."""
+        if self.strides is not None:
+            return self.strides
+        n_out = self.n // 2 if self.gated else self.n
+        zeros = self.n if self.zeros == "float" else self.n // 8
+        return Strides(self.k, self.n // 8, self.n, zeros, n_out, n_out)
+
+    @property
+    def adds_to_stream(self) -> bool:
+        """Whether the epilogue adds y to the residual stream."""
+        return self.fusion is not None and self.fusion.role == "add_to_stream"
+
+    @property
+    def orders_y(self) -> bool:
+        """Whether the epilogue writes y in the activation order of the next GEMM."""
+        return self.fusion is not None and self.fusion.orders_y
+
+    @property
+    def rms_norms_x(self) -> bool:
+        """Whether the epilogue applies the RMSNorm's division by the root mean square of each row."""
+        return self.fusion is not None and self.fusion.role == "rms_norm_x"
+
+    @property
+    def wide(self) -> bool:
+        """Whether 16-byte loads of the weight are aligned and never span both gate and up columns."""
+        return self.aligned and not (self.gated and self.n % 64)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The total size of codes, scales and zero points in bytes: the least that a kernel reads of the weight."""
+        groups = self.k // self.group_size
+        zeros = {"packed": self.n // 2, "symmetric": 0, "float": 2 * self.n}[self.zeros]
+        return self.k * self.n // 2 + groups * (2 * self.n + zeros)
+
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
+        """Return the compile-time constants (name, value) of the problem that all GEMM kernels have."""
+        return (
+            ("X", TYPES[self.dtype]),
+            ("SCALE", TYPES[self.scales_dtype]),
+            ("ZEROS", ZEROS[self.zeros]),
+            ("ACTIVATION", enumerator(self.activation)),
+            ("GATED", int(self.gated)),
+            ("HAS_BIAS", int(self.bias_dtype is not None)),
+            ("BIAS", TYPES[self.bias_dtype or "float16"]),
+            ("HAS_RESIDUAL", int(self.residual)),
+        )
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of kernels that read the AWQ layout; an absent buffer is passed as a null pointer."""
+        buffers = ("x", "qweight", "scales", "qzeros", "bias", "residual", "y", "partials", "counters")
+        sizes = (self.m, self.n, self.k, self.group_size, *self.row_strides)
+        return (*buffers, *(np.int32(size) for size in sizes), *(np.float32(limit) for limit in self.limits))
+
+
+def awq_layout_refusal(problem: Problem) -> str | None:
+    """Return the reason why kernels that read the AWQ layout cannot solve the problem, or None."""
+    if problem.fusion:
+        return "cannot fuse the residual add or RMSNorm of a decoder"
+    if problem.gathers_x:
+        return "cannot gather the columns of x"
+    if not problem.has_awq_layout:
+        return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
+    return None
+
+
+def plan_awq_layout(
+    source: str,
+    entry: str,
+    defines: tuple[tuple[str, int | str], ...],
+    problem: Problem,
+    device: Device,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int = 0,
+) -> LaunchPlan:
+    """Return the launch plan of a kernel that reads the AWQ layout and takes `Problem.arguments`.
+
+    ``source`` is the path of the .cu file in ``cuda_src``, ``entry`` the kernel's name, ``defines`` its compile-time
+    constants besides those of the problem, ``threads`` the number of threads per CTA, and ``shared_bytes`` its dynamic
+    shared memory in bytes.
+    """
+    kernel = Kernel(source, entry, (*problem.defines(), *defines), device.target)
+    return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), shared_bytes)

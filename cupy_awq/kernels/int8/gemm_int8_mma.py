@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_int8_sm75`` and ``gemm_int8_sm80``: GEMM with mma.sync of int8 or, on sm_89 and newer, e4m3 activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm.problem import ceil_div
+from cupy_awq.kernels.int8 import gemm_int8_sm90
+from cupy_awq.kernels.int8 import problem as int8_problem
+from cupy_awq.kernels.int8.problem import BLOCK_K, FP8_ARCH, ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal
+from cupy_awq.kernels.warp_tiles import WarpTileConfig
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+SHORT_BLOCK = 256
+"""The largest block size for which int32 dot products fit in a float32 mantissa, which makes conversion cheap."""
+SPLITS = (1, 2, 4, 8)
+"""The split-K factors to try."""
+CTAS_PER_SM = 2
+"""The largest number of CTAs per SM that split-K may create; more CTAs would run in several waves."""
+TILES_SM75 = ((32, 2, 4), (32, 1, 4), (16, 1, 4))
+"""The CTA tiles (see TILES_SM80) for sm_75 and for e4m3, where 64 rows per warp would spill registers."""
+TILES_SM80 = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
+"""The CTA tiles for sm_80 and newer: (rows per warp, warps along m, warps along n)."""
+
+
+@dataclass(frozen=True)
+class GemmInt8MmaCosts:
+    """Constants of the cost model, measured for gemm_int8_sm80 on an H100.
+
+    For M <= 16 the kernel is memory-bound; the model is 5 to 13% off for 12 measured times.
+    """
+
+    few_rows_launch_us: float = 5.0
+    """The launch overhead for M <= 16, in microseconds."""
+    bytes_per_us_per_gbs: float = 720.0
+    """The achieved weight bandwidth: bytes per microsecond, per GB/s of nominal bandwidth."""
+    launch_us: float = 4.0
+    """The launch overhead for larger M, in microseconds."""
+    operations_per_us: float = 305e6
+    """The throughput of the GPU with 128 x 128 tiles, in operations per microsecond; a multiply-add is two."""
+    min_rows: int = 64
+    """The number of rows below which the time of larger M does not fall, as dequantization bounds it."""
+    copy_direct_factor: float = 2.0
+    """The factor on the time of gemm_int8_sm75, which copies through registers; an assumption, not a measurement."""
+
+
+COSTS = GemmInt8MmaCosts()
+
+
+class GemmInt8Mma:
+    """An 8-bit GEMM family with mma.sync; ``arch`` is the oldest architecture for int8.
+
+    `GEMM_INT8_SM75` and `GEMM_INT8_SM80` differ in their mma and copy instructions.
+    """
+
+    def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
+        self.NAME = name
+        self._arch = arch
+        self._stages = stages
+
+    def refusal(self, problem: Int8Problem, device: Device) -> str | None:
+        """Return the reason why the family cannot or need not solve the problem, or None."""
+        least = FP8_ARCH if problem.fp8 else self._arch
+        if device.arch < least:
+            return f"needs sm_{least} or newer, not sm_{device.arch}"
+        if self is GEMM_INT8_SM75 and device.arch >= GEMM_INT8_SM80._arch:
+            return f"is replaced by {GEMM_INT8_SM80.NAME} on sm_{device.arch}"
+        if problem.fp8 and gemm_int8_sm90.refusal(problem, device) is None:
+            return f"is replaced by {gemm_int8_sm90.NAME} for e4m3"
+        return layout_refusal(problem)
+
+    def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
+        """Return every legal configuration, best first, because the cost model estimates the same time for all of them.
+
+        The best configuration has the smallest tile that holds all rows (or the largest tile if none does), and the
+        largest split-K factor for which all CTAs run in one wave.
+        """
+        found = []
+        for warp_m, warps_m, warps_n in self._tiles(problem):
+            for split_k in SPLITS:
+                options = [WarpTileConfig(warp_m, warps_m, warps_n, stages, split_k) for stages in self._stages]
+                fitting = [c for c in options if _shared_bytes(c, problem) <= device.shared_bytes_per_block]
+                rows, columns = _grid(options[0], problem)
+                fills = rows * columns * split_k <= CTAS_PER_SM * device.sm_count
+                if split_k == 1 or (fills and split_k <= ceil_div(problem.k, BLOCK_K)):
+                    found += fitting[:1]
+        return sorted(found, key=lambda config: (*_weight_reads(config.block_m, problem), -config.split_k))
+
+    def estimate_us(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> float:
+        """Return the run time of the best configuration in microseconds; the estimate does not depend on ``config``."""
+        if problem.m <= 16:
+            weight_bytes = problem.n * (problem.k * problem.bits / 8 + 4 * problem.parameters * problem.blocks)
+            time_us = COSTS.few_rows_launch_us + weight_bytes / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
+        else:
+            tiles, block_m = min(_weight_reads(warp_m * warps, problem) for warp_m, warps, _ in self._tiles(problem))
+            rows = max(tiles * block_m, COSTS.min_rows)
+            time_us = COSTS.launch_us + 2 * rows * problem.n * problem.k / COSTS.operations_per_us
+        if self is GEMM_INT8_SM75:
+            time_us *= COSTS.copy_direct_factor
+        return time_us + ROWS_TO_BLOCKS_US if problem.row_scales else time_us
+
+    def plan(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
+        defines = (
+            *problem.defines(weight_offset=problem.weight_offset or problem.fp8),
+            ("WARP_M", config.warp_m),
+            ("WARPS_M", config.warps_m),
+            ("WARPS_N", config.warps_n),
+            ("STAGES", config.stages),
+            ("X_BLOCKS", _blocks_in_stage(problem)),
+            ("SHORT_BLOCKS", int(problem.block_size <= SHORT_BLOCK and not problem.fp8)),
+            ("EVEN", int(problem.even)),
+        )
+        kernel = Kernel(f"int8/{self.NAME}.cu", self.NAME, defines, device.target)
+        grid = (*_grid(config, problem), config.split_k)
+        threads = 32 * config.warps_m * config.warps_n
+        return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), _shared_bytes(config, problem))
+
+    def workspace(self, config: WarpTileConfig, problem: Int8Problem) -> Workspace:
+        return config.workspace(math.prod(_grid(config, problem)))
+
+    def prepare_weight(self, weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+        """Return the weight buffers "codes" and "parameters"."""
+        return int8_problem.prepare_weight(weight, problem)
+
+    def _tiles(self, problem: Int8Problem) -> tuple[tuple[int, int, int], ...]:
+        return TILES_SM75 if problem.fp8 or self is GEMM_INT8_SM75 else TILES_SM80
+
+
+GEMM_INT8_SM75 = GemmInt8Mma("gemm_int8_sm75", 75, stages=(2,))
+GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", 80, stages=(4, 3, 2))
+
+
+def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
+    """Return the number of tiles along m, each of which reads the whole weight, and the number of rows per tile."""
+    return ceil_div(problem.m, block_m), block_m
+
+
+def _grid(config: WarpTileConfig, problem: Int8Problem) -> tuple[int, int]:
+    return ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
+
+
+def _blocks_in_stage(problem: Int8Problem) -> int:
+    """Return the largest number of quantization blocks of x that overlap a pipeline stage (128 columns of x)."""
+    if BLOCK_K % problem.block_size == 0:
+        return BLOCK_K // problem.block_size
+    return 1 if problem.block_size % BLOCK_K == 0 else 2
+
+
+def _shared_bytes(config: WarpTileConfig, problem: Int8Problem) -> int:
+    codes_bytes = BLOCK_K * config.block_m + BLOCK_K * problem.bits // 8 * config.block_n
+    parameter_bytes = 12 * _blocks_in_stage(problem) * (config.block_m + config.block_n)
+    return config.stages * (codes_bytes + parameter_bytes)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_int8_simt``: the fallback for integer GEMM of any block size, on CUDA cores of any architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm.problem import ceil_div
+from cupy_awq.kernels.int8.problem import STEP_K, Int8Problem, activation_refusal, prepare_weight
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refusal", "workspace"]
+
+NAME = "gemm_int8_simt"
+
+
+@dataclass(frozen=True)
+class GemmInt8SimtCosts:
+    """Constants of the cost model, which assume one eighth of the peak dp4a throughput; not fitted to measurements."""
+
+    launch_us: float = 20.0
+    """The launch overhead and pipeline fill, in microseconds."""
+    operations_per_us_per_sm: float = 0.1e6
+    """The throughput of one SM, in operations per microsecond; a multiply-add counts as two operations."""
+
+
+COSTS = GemmInt8SimtCosts()
+
+
+@dataclass(frozen=True)
+class GemmInt8SimtConfig:
+    """A configuration of ``gemm_int8_simt``, with square CTA tiles.
+
+    Attributes:
+        tile: number of rows, and number of columns, per CTA tile.
+        threads: number of threads per CTA.
+    """
+
+    tile: int = 64
+    threads: int = 256
+
+    split_k = 1
+
+
+def refusal(problem: Int8Problem, device: Device) -> str | None:
+    """Return the reason why the family cannot solve the problem, or None if it can."""
+    if problem.fp8:
+        return "multiplies int8, not e4m3"
+    return activation_refusal(problem)
+
+
+def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:
+    """Return the only configuration."""
+    return [GemmInt8SimtConfig()]
+
+
+def estimate_us(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> float:
+    """Return the run time in microseconds: the operations of all tiles at a fixed throughput."""
+    rows, columns, _ = _grid(config, problem)
+    operations = 2 * rows * columns * config.tile**2 * problem.k
+    return COSTS.launch_us + operations / (COSTS.operations_per_us_per_sm * device.sm_count)
+
+
+def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
+    whole_steps = problem.block_size % STEP_K == 0 or problem.blocks == 1
+    aligned = problem.aligned and whole_steps and problem.k % 8 == 0
+    defines = (*problem.defines(weight_offset=problem.weight_offset), ("ALIGNED", int(aligned)))
+    kernel = Kernel("int8/gemm_int8_simt.cu", NAME, defines, device.target)
+    return LaunchPlan(kernel, _grid(config, problem), (config.threads, 1, 1), problem.arguments())
+
+
+def workspace(config: GemmInt8SimtConfig, problem: Int8Problem) -> Workspace:
+    """Return an empty workspace, since K is not split."""
+    return Workspace()
+
+
+def _grid(config: GemmInt8SimtConfig, problem: Int8Problem) -> tuple[int, int, int]:
+    return ceil_div(problem.m, config.tile), ceil_div(problem.n, config.tile), 1

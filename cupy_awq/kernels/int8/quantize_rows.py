@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``quantize_rows``: quantization of x to int8 with a scale and an offset per block of columns, on any architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.kernels.int8.problem import is_dependent
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+NAME = "quantize_rows"
+MAX_THREADS = 256
+"""The largest number of threads per CTA."""
+MAX_GRID = 65535
+"""The largest value of gridDim.y and gridDim.z."""
+MAX_WARP_ROUNDS = 8
+"""The largest number of loads per lane with which a single warp reads a block; a whole CTA reads larger blocks."""
+LAUNCH_US = 3.0
+"""The time by which quantizing a single row delays the GEMM that follows, in microseconds on an H100."""
+
+
+@dataclass(frozen=True)
+class RowQuantization:
+    """A quantization of x [m, k] to int8 codes with a scale, an offset and a sum of codes per block of columns.
+
+    Attributes:
+        m: number of rows of x.
+        k: number of columns of x.
+        block_size: number of columns per block.
+        dtype: dtype of x.
+        symmetric: whether blocks have no offset.
+        half_even: whether halves are rounded to even; otherwise they are rounded away from zero.
+        wide: whether the alignment of x permits loads of 8 elements.
+        x_stride: row stride of x in elements.
+    """
+
+    m: int
+    k: int
+    block_size: int
+    dtype: str
+    symmetric: bool
+    half_even: bool
+    wide: bool
+    x_stride: int
+
+    def __str__(self) -> str:
+        return f"quantize x[{self.m}, {self.k}] {self.dtype} to int8 block size {self.block_size}"
+
+    tuning_key = None
+
+
+@dataclass(frozen=True)
+class QuantizeRowsConfig:
+    """A configuration of ``quantize_rows``.
+
+    Attributes:
+        lanes: number of adjacent threads per quantization block.
+        rounds: number of loads per thread and block; a load has 8 elements if the problem is ``wide``, else 1.
+        threads: number of threads per CTA.
+    """
+
+    lanes: int
+    rounds: int
+    threads: int
+
+    split_k = 1
+
+
+def refusal(problem: RowQuantization, device: Device) -> str | None:
+    """Return None, since the family can solve every problem."""
+    return None
+
+
+def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig]:
+    """Return the only configuration."""
+    reads = ceil_div(problem.block_size, 8 if problem.wide else 1)
+    warp_lanes = min(32, max(1, 1 << (reads - 1).bit_length() >> 1))
+    lanes = MAX_THREADS if reads > MAX_WARP_ROUNDS * 32 else warp_lanes
+    threads = min(MAX_THREADS, ceil_div(ceil_div(problem.k, problem.block_size) * lanes, 32) * 32)
+    return [QuantizeRowsConfig(lanes, ceil_div(reads, lanes), threads)]
+
+
+def estimate_us(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -> float:
+    """Return the run time in microseconds: launch overhead plus memory traffic at the nominal bandwidth."""
+    return LAUNCH_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
+
+
+def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are x, codes, scale, offset and sums."""
+    defines = (
+        ("X", TYPES[problem.dtype]),
+        ("LANES", config.lanes),
+        ("ROUNDS", config.rounds),
+        ("THREADS", config.threads),
+        ("WIDE", int(problem.wide)),
+        ("SYMMETRIC", int(problem.symmetric)),
+        ("HALF_EVEN", int(problem.half_even)),
+        ("DEPENDENT", int(is_dependent(problem.m, device))),
+    )
+    kernel = Kernel("int8/quantize_rows.cu", NAME, defines, device.target)
+    blocks = ceil_div(problem.k, problem.block_size)
+    layers = ceil_div(problem.m, MAX_GRID)
+    grid = ceil_div(blocks * config.lanes, config.threads), ceil_div(problem.m, layers), layers
+    sizes = map(np.int32, (problem.m, problem.k, problem.block_size, problem.x_stride))
+    return LaunchPlan(
+        kernel,
+        grid,
+        (config.threads, 1, 1),
+        ("x", "codes", "scale", "offset", "sums", *sizes),
+        dependent=is_dependent(problem.m, device),
+    )
+
+
+def workspace(config: QuantizeRowsConfig, problem: RowQuantization) -> Workspace:
+    """Return an empty workspace, since there is no split-K."""
+    return Workspace()
+
+
+def common_problems() -> Iterator[RowQuantization]:
+    """Yield quantizations of common layers, which the compile command compiles in advance."""
+    for dtype in ("float16", "bfloat16", "float32"):
+        for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
+            yield RowQuantization(1, 4096, block_size, dtype, symmetric, False, True, 4096)

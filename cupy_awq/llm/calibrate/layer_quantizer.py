@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantization of a language model's decoder layers, one layer in memory at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_awq import reference
+from cupy_awq.check import Array
+from cupy_awq.checkpoint import Module
+from cupy_awq.llm.calibrate.layer_tuning import STEPS, tune_layer
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder.backend import Projection, ResidualStream
+from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.model import Layer
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files.model_files import DenseLinear, ModelFiles
+from cupy_awq.packing import namespace, to_host
+from cupy_awq.quantization import (
+    Moments,
+    MomentSum,
+    Recipe,
+    folding,
+    output_error,
+    quantize_rows,
+    search_channel_scales,
+)
+from cupy_awq.quantization.grid import Grid, QuantizedRows
+from cupy_awq.weight import PackedWeight
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+SITES = {"qkv": QKV, "o": (ATTENTION_OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
+"""The names of the linear layers that share an input, for each of the four such inputs (sites) of a decoder layer."""
+ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+CHECKED_SEQUENCES = 2
+"""The number of calibration sequences on which the output error of a decoder layer is measured."""
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A quantized decoder layer.
+
+    Attributes:
+        index: the index of the layer in the model.
+        linears: the linear layers by name, such as "mlp.up_proj". Layers that are not quantized are dense.
+        norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
+        errors: by name of the linear layer, two relative squared errors |x (W_q - W)|^2 / |x W|^2 on the calibration
+            tokens x: that of W_q rounded to nearest, and that of W_q as quantized here.
+        output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
+            layer has in the original model.
+        nearest_output_error: the value of ``output_error`` for rounding to nearest.
+    """
+
+    index: int
+    linears: Mapping[str, Module | DenseLinear]
+    norms: Mapping[str, Array]
+    errors: Mapping[str, tuple[float, float]]
+    output_error: float
+    nearest_output_error: float
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The dense weights of a decoder layer.
+
+    Attributes:
+        linears: (weight float32 [N, K], bias or None) by name of the linear layer.
+        norms: the RMSNorm weights by name, in their stored dtype.
+    """
+
+    linears: Mapping[str, tuple[Array, Array | None]]
+    norms: Mapping[str, Array]
+
+
+def quantize_layers(
+    files: ModelFiles,
+    sequences: Sequence[Sequence[int]],
+    recipe: Recipe,
+    *,
+    scales: bool = True,
+    tunes: bool = True,
+    ignore: str | None = None,
+    finished: Iterable[QuantizedLayer] = (),
+    xp: Any = np,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Iterator[QuantizedLayer]:
+    """Quantize the decoder layers of a model that follow those in ``finished``, and yield them in order.
+
+    Every layer is calibrated on its inputs in the original model; scales and codes are then tuned on its inputs in the
+    quantized model. The memory holds one layer in float32, the second moments of its four inputs, and the hidden
+    states of all calibration tokens.
+
+    Args:
+        files: a model with dense linear layers.
+        sequences: the token ids of each calibration sequence, none longer than the model's context.
+        recipe: the quantization settings for every linear layer.
+        scales: whether to search AWQ's channel scales and fold them into the weights.
+        tunes: whether to tune scales and codes on the output of the decoder layer (`layer_tuning`).
+        ignore: a regular expression. Linear layers with a match in their name, such as "model.layers.0.mlp.up_proj",
+            stay dense. None quantizes all.
+        finished: the first layers if they are quantized already; they are only run, to compute the inputs of the rest.
+        xp: the array module, NumPy, or CuPy to compute on its current GPU.
+        on_step: a callback that is called with the name of each step of a layer before the step starts.
+
+    Raises:
+        CheckpointError: a tensor is missing or damaged.
+        ValueError: a linear layer is already quantized, all sequences are empty, or activations have NaN or infinity.
+
+    Example::
+
+        files = cupy_awq.llm.read("SmolLM2-135M/")
+        ids = files.load_tokenizer().encode(text)
+        blocks = [ids[i : i + 512] for i in range(0, len(ids), 512)]
+        for layer in quantize_layers(files, blocks, Recipe(group_size=64)):
+            print(layer.index, layer.output_error)
+    """
+    if not any(map(len, sequences)):
+        raise ValueError("sequences: expected at least one token, got none")
+    config = files.config
+    one_layer = dataclasses.replace(config, layers=1)
+    ops = NumpyOps(one_layer, expand_weights=True, xp=xp)
+    table = ops.prepare_tensor(files.read_tensor("model.embed_tokens.weight", (config.vocab, config.hidden)))
+    hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]).h for ids in sequences if len(ids)]
+    tuned = hidden[:STEPS] if tunes else []  # the hidden states in the quantized model
+    cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
+    done = iter(finished)
+    for index in range(config.layers):
+        on_step("read")
+        weights = _read(files, index, xp)
+        if (earlier := next(done, None)) is not None:
+            on_step("run")
+            _advance(ops, weights, hidden, cache, {})
+            _advance(ops, _restore(earlier, xp), tuned, cache, {})
+            continue
+        sites = _list_quantized(f"model.layers.{index}", ignore)
+        try:
+            layer = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
+        except ValueError as error:  # MomentSum.add does not know the layer
+            raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
+        del weights  # free the memory before the next layer is read
+        yield layer
+
+
+def _quantize_layer(
+    ops: NumpyOps,
+    index: int,
+    weights: _Weights,
+    hidden: list[Array],
+    tuned: list[Array],
+    cache: KvCache,
+    recipe: Recipe,
+    sites: Mapping[str, Sequence[str]],
+    on_step: Callable[[str], None],
+    *,
+    scales: bool,
+) -> QuantizedLayer:
+    """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer.
+
+    ``tuned`` holds hidden states in the quantized model, which are replaced by the output of the quantized layer; the
+    list is empty without tuning.
+    """
+    checked = hidden[:CHECKED_SEQUENCES]
+    on_step("calibrate")
+    moments = _calibrate(ops, weights, hidden, cache)
+    folded, folded_moments, found = weights, moments, _Scales({}, {})
+    if scales:
+        on_step("search scales")
+        folded, folded_moments, found = _fold(ops.config, weights, moments, recipe, sites)
+    on_step("quantize")
+    quantized = _quantize(folded, folded_moments, recipe, sites)
+    del folded_moments  # with scales, as large as `moments`, which is needed below: free them before weights are copied
+    dtype = weights.norms[ATTENTION_NORM].dtype
+    if tuned:
+        on_step("tune")
+        quantized = tune_layer(ops.config, folded.linears, folded.norms, quantized, tuned, hidden, cache)
+        _advance(ops, _dequantize(folded, quantized, dtype), tuned, cache, {})
+    nearest = _quantize(weights, {}, recipe, sites)
+    on_step("compare errors")
+    moved = [
+        _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
+        for dense, rows in ((folded, quantized), (weights, nearest))
+    ]
+    return QuantizedLayer(
+        index,
+        {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
+        {name: to_host(a) for name, a in folded.norms.items()},
+        _compare_errors(weights, moments, quantized, nearest, found),
+        *moved,
+    )
+
+
+def _advance(
+    ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: KvCache, sums: Mapping[str, MomentSum]
+) -> None:
+    """Replace each sequence's hidden states by the layer's output; add the inputs of its linear layers to ``sums``."""
+    layer = _build(ops, weights, sums)
+    for i, h in enumerate(hidden):
+        hidden[i] = _run(ops, layer, h, cache)
+
+
+def _calibrate(ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: KvCache) -> dict[str, Moments]:
+    """Replace each sequence's hidden states by the layer's output; return the moments of all inputs by site."""
+    sums = {site: MomentSum() for site in SITES}
+    _advance(ops, weights, hidden, cache, sums)
+    return {site: total.mean() for site, total in sums.items()}
+
+
+def _output_error(
+    ops: NumpyOps, weights: _Weights, inputs: Sequence[Array], outputs: Sequence[Array], cache: KvCache
+) -> float:
+    """Return |f_q(h) - y| / |y - h| of the layer f_q with these weights, for the inputs h and original outputs y."""
+    layer = _build(ops, weights, {})
+    moved = total = 0.0
+    for h, y in zip(inputs, outputs, strict=False):
+        moved += _sum_squares(_run(ops, layer, h, cache) - y)
+        total += _sum_squares(y - h)
+    return float((moved / max(total, 1e-300)) ** 0.5)
+
+
+def _sum_squares(a: Array) -> float:
+    """Return the sum of all squared elements of an array, added up in float64."""
+    columns = np.square(a.reshape(-1, a.shape[-1])).sum(axis=0, dtype=np.float64)
+    return float(to_host(columns).sum())  # CuPy compiles a sum of all elements for several seconds
+
+
+def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
+    """Return the dense weights of layer ``index``. Raises ValueError if a linear layer is already quantized."""
+    config, at = files.config, f"model.layers.{index}"
+    sizes = dict.fromkeys(QKV, (config.hidden, config.kv_width)) | {QKV[0]: (config.hidden, config.q_width)}
+    sizes |= dict.fromkeys((GATE, UP), (config.hidden, config.intermediate))
+    sizes |= {ATTENTION_OUT: (config.q_width, config.hidden), DOWN: (config.intermediate, config.hidden)}
+    linears = {}
+    for name, (k, n) in sizes.items():
+        part = files.read_linear(f"{at}.{name}", k, n)
+        if isinstance(part, Module):
+            raise ValueError(f"{files.path}: {at}.{name}: expected a dense layer, got a quantized one")
+        bias = None if part.bias is None else xp.asarray(part.bias)
+        linears[name] = xp.asarray(part.weight).astype(np.float32), bias
+    norms = {name: files.read_tensor(f"{at}.{name}", (config.hidden,)) for name in (ATTENTION_NORM, MLP_NORM)}
+    if config.qk_norm:
+        norms |= {name: files.read_tensor(f"{at}.{name}", (config.head_dim,)) for name in HEAD_NORMS}
+    return _Weights(linears, {name: xp.asarray(a) for name, a in norms.items()})
+
+
+def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
+    """Return a layer to run with `_run`, which adds the inputs of the linear layers to ``sums``, by site."""
+    norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
+
+    def project(site: str) -> Projection:
+        parts = [DenseLinear(*weights.linears[name]) for name in SITES[site]]
+        projection = ops.make_projection(parts, gated=site == "gate_up")
+        return _record(projection, sums[site].add) if site in sums else projection
+
+    q_norm, k_norm = (norms.get(name) for name in HEAD_NORMS)
+    return Layer(
+        norms[ATTENTION_NORM],
+        project("qkv"),
+        q_norm,
+        k_norm,
+        project("o"),
+        norms[MLP_NORM],
+        project("gate_up"),
+        project("down"),
+    )
+
+
+def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
+    """Return a projection that calls ``add`` with its input before it computes the output."""
+
+    def project(x: Array) -> Array:
+        add(x)
+        return projection(x)
+
+    return project
+
+
+def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
+    """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
+    cache.lengths[:] = 0
+    stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
+    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0, None)
+    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
+    stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
+    return ops.project_and_add(stream, activated, layer.down, None, None).h
+
+
+class _Scales(NamedTuple):
+    """The channel scales of a layer."""
+
+    columns: Mapping[str, Array]
+    """The factor of each column of the weights [N, K] of linear layers that share an input, float32 [K], by site."""
+    rows: Mapping[str, Array]
+    """The divisor of each row of the weight [N, K] of a linear layer, float32 [N], by name of the layer."""
+
+    def unfold(self, site: str, name: str, w: Array) -> Array:
+        """Return a weight [N, K] without the folded scales."""
+        result: Array = w / self.columns[site] if site in self.columns else w
+        return result * self.rows[name][:, None] if name in self.rows else result
+
+
+def _list_quantized(layer: str, ignore: str | None) -> dict[str, list[str]]:
+    """Return the names of the linear layers to quantize, by site; a site without such layers is omitted."""
+    names = {
+        site: [name for name in names if ignore is None or not re.search(ignore, f"{layer}.{name}")]
+        for site, names in SITES.items()
+    }
+    return {site: found for site, found in names.items() if found}
+
+
+def _fold(
+    config: ModelConfig,
+    weights: _Weights,
+    moments: Mapping[str, Moments],
+    recipe: Recipe,
+    sites: Mapping[str, Sequence[str]],
+) -> tuple[_Weights, dict[str, Moments], _Scales]:
+    """Search and fold AWQ's channel scales; return the new weights, the moments of the scaled inputs, the scales."""
+    tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
+    columns = {
+        site: search_channel_scales(
+            [weights.linears[name][0] for name in names],
+            moments[site].regularize(recipe.shrinkage, recipe.damping),
+            group_size=recipe.group_size,
+            scale_dtype=recipe.scale_dtype,
+            symmetric=recipe.symmetric,
+            tied=tied if site == "o" else None,
+        ).t
+        for site, names in sites.items()
+    }
+    norms, linears, rows = dict(weights.norms), dict(weights.linears), {}
+    for site, norm in (("qkv", ATTENTION_NORM), ("gate_up", MLP_NORM)):
+        if site in columns:
+            norms[norm], columns[site] = folding.divide_norm(norms[norm], columns[site], norms[norm].dtype)
+    for site, t in columns.items():
+        for name in SITES[site]:
+            linears[name] = folding.scale_columns(linears[name][0], t), linears[name][1]
+    if "o" in columns:
+        rows[QKV[2]] = folding.value_scales(columns["o"], tied)
+    if "down" in columns:
+        rows[UP] = columns["down"]
+    for name, t in rows.items():
+        linears[name] = folding.divide_rows(*linears[name], t)
+    folded = {site: moments[site].rescale(t) for site, t in columns.items()}
+    return _Weights(linears, norms), folded, _Scales(columns, rows)
+
+
+def _quantize(
+    weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
+) -> dict[str, QuantizedRows]:
+    """Return the quantized weights of a decoder layer by name; a site without moments is rounded to nearest."""
+    result = {}
+    for site, names in sites.items():
+        parts = [weights.linears[name][0] for name in names]
+        stacked = namespace(parts[0]).concatenate(parts)  # layers that share an input are quantized together
+        quantized = quantize_rows(stacked, moments.get(site), recipe)
+        start = 0
+        for name, part in zip(names, parts, strict=True):
+            rows = slice(start, start := start + len(part))
+            result[name] = QuantizedRows(quantized.codes[rows], Grid(*(a[rows] for a in quantized.grid)))
+    return result
+
+
+def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> _Weights:
+    """Return the weights with which the written model computes: dequantized, or rounded to ``dtype`` if dense."""
+    linears = {}
+    for name, (w, bias) in weights.linears.items():
+        values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)
+        linears[name] = values, None if bias is None else bias.astype(dtype)
+    return _Weights(linears, weights.norms)
+
+
+def _restore(layer: QuantizedLayer, xp: Any) -> _Weights:
+    """Return the dequantized weights of a finished layer."""
+    linears = {}
+    for name, part in layer.linears.items():
+        if isinstance(part, Module):
+            packed = part.weight
+            w = reference.dequantize(packed.qweight, packed.scales, packed.qzeros, dtype=np.float32).T
+        else:
+            w = part.weight.astype(np.float32)
+        linears[name] = xp.asarray(w), None if part.bias is None else xp.asarray(part.bias)
+    return _Weights(linears, {name: xp.asarray(a) for name, a in layer.norms.items()})
+
+
+def _compare_errors(
+    original: _Weights,
+    moments: Mapping[str, Moments],
+    quantized: Mapping[str, QuantizedRows],
+    nearest: Mapping[str, QuantizedRows],
+    scales: _Scales,
+) -> dict[str, tuple[float, float]]:
+    """Return `QuantizedLayer.errors`, computed from the weights and inputs of the original model."""
+    errors = {}
+    for site, names in SITES.items():
+        second = moments[site].second
+        for name in (name for name in names if name in quantized):
+            w = original.linears[name][0]
+            candidates = nearest[name].dequantize(), scales.unfold(site, name, quantized[name].dequantize())
+            energy = max(output_error(w, second), 1e-300)
+            nearest_error, error = (output_error(candidate - w, second) / energy for candidate in candidates)
+            errors[name] = nearest_error, error
+    return errors
+
+
+def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype: Any) -> Module | DenseLinear:
+    """Return a linear layer on the host: quantized, or dense if ``rows`` is None."""
+    w, bias = linear
+    bias = None if bias is None else to_host(bias.astype(dtype))
+    if rows is None:
+        return DenseLinear(to_host(w.astype(dtype)), bias)
+    packed = rows.pack()
+    arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
+    return Module(PackedWeight(*arrays), bias)

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantization of a model folder: tokenize calibration texts, quantize layer by layer, and write a new folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import atomic, check, checkpoint
+from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, safetensors
+from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.files import read_object
+from cupy_awq.checkpoint.format import Pending
+from cupy_awq.checkpoint.write import copy_model_files
+from cupy_awq.llm.calibrate.layer_quantizer import SITES, QuantizedLayer, quantize_layers
+from cupy_awq.llm.calibrate.quantization_report import Report, peak_memory
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.files import hugging_face
+from cupy_awq.llm.files.model_files import DenseLinear
+from cupy_awq.llm.files.readers import load
+from cupy_awq.llm.text.tokenizer import Tokenizer
+from cupy_awq.quantization import Recipe
+from cupy_awq.runtime import placement
+from cupy_awq.weight import PackedWeight
+
+METHODS: Mapping[str, tuple[bool, bool, Mapping[str, Any]]] = {
+    "rtn": (False, False, {"clips": False, "compensates": False, "passes": 0}),
+    "awq": (True, False, {"compensates": False, "passes": 0}),
+    "gptq": (False, False, {}),
+    "awq+gptq": (True, True, {}),
+}
+"""The settings of each quantization method.
+
+Each is (whether to search channel scales, whether to tune each layer, keyword arguments of `Recipe`).
+"""
+NEEDED_TOKENS = 4096
+"""The smallest number of calibration tokens, unless ``samples * sequence_length`` is smaller."""
+LINEARS = [name for names in SITES.values() for name in names]
+"""The names of a decoder layer's linear layers."""
+SETTINGS = "settings.json"
+"""The name of the file that records the model and the settings in a folder of unfinished work."""
+
+LayerProgress = Callable[[int, int, "Mapping[str, Any] | None"], None]
+"""A callback (number of finished layers, number of all layers, report of the last finished layer or None)."""
+
+
+def quantize(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    texts: Sequence[str],
+    /,
+    *,
+    method: str = "awq+gptq",
+    group_size: int = 128,
+    symmetric: bool = False,
+    samples: int = 128,
+    sequence_length: int = 512,
+    ignore: str | None = None,
+    evaluate: str | None = None,
+    format_name: str = "autoawq",
+    device: Any = "cpu",
+    resume: bool = False,
+    progress: LayerProgress | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Report:
+    """Quantize the decoder layers of a model to 4 bits and write the model, with a report, to a new folder.
+
+    Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
+    table and the output head are not quantized.
+
+    Args:
+        path: a Hugging Face folder of a model with dense weights.
+        folder: the folder to write, which must be empty if it exists.
+        texts: calibration documents, similar to the texts for which the model is used.
+        method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
+            refinement) or "awq+gptq" (all of them, then tuning of scales and codes on the output of each layer).
+        group_size: the number of input channels per group.
+        symmetric: whether every zero point is 8.
+        samples: the largest number of calibration sequences.
+        sequence_length: the number of tokens per calibration sequence.
+        ignore: a regular expression. Linear layers with a match in their name, such as "model.layers.0.mlp.down_proj",
+            stay dense. None quantizes all.
+        evaluate: a text, not used for calibration, on which the report compares the perplexities of the original model,
+            of rounding to nearest and of the result; None for no comparison.
+        format_name: "autoawq" or "compressed-tensors".
+        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        resume: True to continue unfinished work that has the same settings.
+        progress: a callback that is called at the start and after each layer; see `LayerProgress`.
+        on_step: a callback that is called with the name of each step, such as "calibrate", before the step starts.
+
+    Raises:
+        CheckpointError: the model is damaged, not supported, or already quantized. It is a subclass of ValueError.
+        OSError: a file cannot be read or written, or the folder is not empty.
+        ValueError: a setting is not supported, the texts are too short, or the tokenizer does not preserve a text.
+
+    Example::
+
+        cupy_awq.llm.quantize("SmolLM2-135M", "SmolLM2-135M-AWQ", [text], group_size=64).text()
+    """
+    start = time.monotonic()
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r:.80}")
+    if format_name not in ("autoawq", "compressed-tensors"):
+        raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
+    check_pattern(ignore)
+    index = placement.resolve(device)
+    source, target = Path(path), atomic.new_folder(folder)
+    files = hugging_face.read(source)
+    contents = checkpoint.read(source)
+    if contents.specs:
+        raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
+    check_group_size(files.config, group_size)
+    tokenizer = files.load_tokenizer()
+    sequences = cut_sequences(tokenizer, texts, samples, min(sequence_length, files.config.context))
+    if evaluate is not None and (count := len(tokenizer.encode(evaluate))) < 2:
+        raise ValueError(f"evaluate: expected a text of at least 2 tokens, got {count}")
+    has_scales, is_tuned, fields = METHODS[method]
+    dtype = contents.dense_form("model.layers.0.self_attn.q_proj.weight")[1]
+    scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
+    recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype, **fields)
+    partial_folder = target.with_name(target.name + ".partial")
+    settings = {
+        "source": str(source.resolve()),
+        "method": method,
+        "recipe": repr(recipe),
+        "ignore": ignore,
+        "sequences": [len(sequences), sum(map(sum, sequences))],
+    }
+    reports = _open_partial(partial_folder, settings, resume)
+    total = files.config.layers
+    if progress is not None:
+        progress(len(reports), total, None)
+    if len(reports) < total:
+        with placement.use_device(index):
+            xp = np if index == check.HOST else importlib.import_module("cupy")
+            for layer in quantize_layers(
+                files,
+                sequences,
+                recipe,
+                scales=has_scales,
+                tunes=is_tuned,
+                ignore=ignore,
+                finished=(_load_layer(partial_folder, report) for report in [*reports]),
+                xp=xp,
+                on_step=on_step,
+            ):
+                reports.append(_save_layer(partial_folder, layer))
+                if progress is not None:
+                    progress(layer.index + 1, total, reports[-1])
+    on_step("write files")
+    built = partial_folder / "model"
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir()
+    copy_model_files(source, built)
+    checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
+    seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
+    perplexities = {}
+    if evaluate is not None:
+        on_step("evaluate")
+        nearest = built
+        if method != "rtn":
+            nearest = partial_folder / "rtn"
+            for left in (nearest, partial_folder / "rtn.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+            quantize(
+                source,
+                nearest,
+                texts,
+                method="rtn",
+                group_size=group_size,
+                symmetric=symmetric,
+                samples=1,  # rounding to nearest needs no calibration
+                sequence_length=1,
+                ignore=ignore,
+                format_name=format_name,
+                device=device,
+            )
+        folders = {"16-bit": source, "rtn": nearest, "result": built}
+        perplexities = {name: _perplexity(each, evaluate, index) for name, each in folders.items()}
+    report = Report(method, group_size, reports, perplexities, seconds, memory)
+    report.write(built)
+    if target.exists():
+        target.rmdir()
+    built.rename(target)
+    shutil.rmtree(partial_folder)
+    return report
+
+
+def _perplexity(folder: Path, text: str, index: int) -> float:
+    """Return the perplexity of a text for the model in a folder."""
+    return load(folder, device="cpu" if index == check.HOST else index).score(text).perplexity
+
+
+def check_pattern(pattern: str | None) -> None:
+    """Raise ValueError unless ``pattern`` is None or a regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"ignore: expected a regular expression, got {pattern!r:.80}: {error}") from None
+
+
+def check_group_size(config: ModelConfig, group_size: int) -> None:
+    """Raise ValueError unless the group size divides the number of in features of every linear layer."""
+    sizes = config.hidden, config.q_width, config.intermediate
+    most = math.gcd(*sizes)
+    if type(group_size) is not int or group_size < 1 or most % group_size:
+        fitting = most & -most
+        raise ValueError(
+            f"group_size: expected a divisor of the layers' input sizes {', '.join(map(str, sizes))}, such as"
+            f" {min(fitting, 128)}, got {group_size}"
+        )
+
+
+def cut_sequences(tokenizer: Tokenizer, texts: Sequence[str], samples: int, sequence_length: int) -> list[list[int]]:
+    """Return calibration sequences: at most ``samples`` blocks of ``sequence_length`` tokens, spread over all texts.
+
+    Raises ValueError if the texts are too short, or if the tokens of a text do not decode to the text, which indicates
+    a broken tokenizer.
+    """
+    if samples < 1 or sequence_length < 1:
+        raise ValueError(f"samples, sequence_length: expected positive integers, got {samples} and {sequence_length}")
+    ids: list[int] = []
+    for i, text in enumerate(texts):
+        plain = tokenizer.encode(text, add_special_tokens=False)
+        decoded = tokenizer.inner.decode(plain, skip_special_tokens=False)
+        if _normalize(decoded) != _normalize(text):
+            raise ValueError(f"tokenizer: expected the tokens of text {i} to decode to the text, got {decoded!r:.80}")
+        ids += tokenizer.encode(text)
+    needed = min(NEEDED_TOKENS, samples * sequence_length)
+    if len(ids) < needed:
+        raise ValueError(f"texts: expected at least {needed} tokens, got {len(ids)}")
+    blocks = [ids[i : i + sequence_length] for i in range(0, len(ids) - sequence_length + 1, sequence_length)]
+    count = min(samples, len(blocks))
+    return [blocks[i * len(blocks) // count] for i in range(count)]
+
+
+def _normalize(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
+    """Create or reopen the folder of unfinished work; return the reports of the layers that are finished.
+
+    Raises FileExistsError if the folder exists and ``resume`` is False, ValueError if its settings differ.
+    """
+    file = folder / SETTINGS
+    if folder.exists() and not resume:
+        raise FileExistsError(f"{folder}: expected no unfinished work, got some: resume it or delete the folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.is_file():
+        _write_json(file, settings)
+    if (found := read_object(file)) != settings:
+        raise ValueError(f"{folder}: expected unfinished work with the settings {settings}, got {found}")
+    reports: list[dict[str, Any]] = []
+    while (report := folder / f"layer-{len(reports):05}.json").is_file():
+        reports.append(read_object(report))
+    return reports
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    with atomic.create(file) as opened:
+        opened.write(json.dumps(value).encode())
+
+
+def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
+    """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
+    tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
+    for name, linear in layer.linears.items():
+        if isinstance(linear, DenseLinear):
+            parts = {"weight": linear.weight, "bias": linear.bias}
+        else:
+            weight = linear.weight
+            parts = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "bias": linear.bias}
+        tensors |= {f"{name}/{part}": a for part, a in parts.items() if a is not None}
+    file = folder / f"layer-{layer.index:05}"
+    safetensors.write(file.with_suffix(".safetensors"), tensors)
+    report = {
+        "layer": layer.index,
+        "errors": dict(layer.errors),
+        "output_error": layer.output_error,
+        "nearest_output_error": layer.nearest_output_error,
+    }
+    _write_json(file.with_suffix(".json"), report)
+    return report
+
+
+def _load_layer(folder: Path, report: Mapping[str, Any]) -> QuantizedLayer:
+    """Return a finished layer that `_save_layer` wrote."""
+    tensors = safetensors.read(folder / f"layer-{report['layer']:05}.safetensors")
+    linears: dict[str, Module | DenseLinear] = {}
+    for name in LINEARS:
+        parts = _list_parts(tensors, name)
+        is_dense = "weight" in parts
+        linears[name] = DenseLinear(parts["weight"], parts.get("bias")) if is_dense else _module(parts, symmetric=False)
+    norms = {name.removeprefix("norm/"): a for name, a in tensors.items() if name.startswith("norm/")}
+    errors = report["errors"], report["output_error"], report["nearest_output_error"]
+    return QuantizedLayer(report["layer"], linears, norms, *errors)
+
+
+def _list_parts(tensors: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the tensors of a linear layer by the last part of their names, such as "qweight"."""
+    return {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
+
+
+def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
+    """Return the contents of the quantized model: the source's contents with quantized instead of dense layers.
+
+    ``folder`` is the folder of unfinished work, which holds the quantized layers.
+    """
+    entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), folder) for name in contents}  # type: ignore[arg-type]
+    for index in range(layers):
+        file, at = folder / f"layer-{index:05}.safetensors", f"model.layers.{index}"
+        tensors = safetensors.read(file)
+        for name in LINEARS:
+            parts = _list_parts(tensors, name)
+            if "weight" in parts:
+                entries |= {f"{at}.{name}.{part}": Tensor(a, file) for part, a in parts.items()}
+                continue
+            k, n = parts["qweight"].shape[0], 8 * parts["qweight"].shape[1]
+            bias = parts.get("bias")
+            zeros = "symmetric" if recipe.symmetric else "packed"
+            bias_dtype = None if bias is None else bias.dtype
+            spec = ModuleSpec(k, n, recipe.group_size, zeros, parts["scales"].dtype, bias_dtype=bias_dtype)
+            entries.pop(f"{at}.{name}.weight")
+            entries.pop(f"{at}.{name}.bias", None)
+            entries[f"{at}.{name}"] = Pending(spec, partial(_module, parts, symmetric=recipe.symmetric))
+        for name, array in tensors.items():
+            if name.startswith("norm/"):
+                entries[f"{at}.{name.removeprefix('norm/')}"] = Tensor(array, file)
+    return Contents(entries, "Quantized by cupy_awq.", "autoawq")
+
+
+def _module(parts: Mapping[str, np.ndarray[Any, Any]], *, symmetric: bool) -> Module:
+    zeros = None if symmetric else parts["qzeros"]
+    return Module(PackedWeight(parts["qweight"], parts["scales"], zeros), parts.get("bias"))

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU back end of the decoder: 16-bit activations, float32 residual stream and logits.
+
+Intermediate arrays are allocated from CuPy's memory pool, so any batch and chunk size works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq import check
+from cupy_awq.check import Array
+from cupy_awq.checkpoint import Module
+from cupy_awq.kernels.decoder import decoder as kernels
+from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
+from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, ceil_div
+from cupy_awq.linear import AwqLinear
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder import kv_cache, upload
+from cupy_awq.llm.decoder.backend import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.ops.gather_columns import gather_columns
+from cupy_awq.ops.plan import FusedPlan
+from cupy_awq.runtime import arrays, device, launch, workspace
+from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.weight import PackedWeight
+
+if TYPE_CHECKING:
+    import cupy
+
+RESERVED_BYTES = 1 << 29
+"""The size in bytes of the free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
+
+PREFETCHED_BY_OUTPUT = 0.12
+"""The part of the gate and up projections, as a fraction, that the output projection prefetches into L2.
+
+On an H100, larger parts delay loads that are needed earlier.
+"""
+MAX_PREFETCH_ROWS = 8
+"""The largest number of sequences in a decode step with this prefetch; with 16 it gains nothing on an H100."""
+
+
+class CudaOps(DecoderOps):
+    """The implementation of `DecoderOps` on one GPU. It is not thread-safe.
+
+    Args:
+        config: the configuration of the model.
+        device_index: the device ordinal; this device must be current at construction and at every call.
+        dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs are not fused with the residual add and
+            RMSNorm, and decode steps use the attention kernel for prompts, whose order of additions depends only on the
+            position of a token.
+
+    Raises:
+        ValueError: the kernels do not support the sizes of the model.
+    """
+
+    int8_min_k = 2048  # on an H100, 8 bits are faster than float16 for K = 4096, but not for K = 576 and 1536
+    prefill_chunk = 2048
+
+    def __init__(
+        self, config: ModelConfig, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
+    ) -> None:
+        if config.head_dim % 8 or config.head_dim > 256:
+            raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {config.head_dim}")
+        if config.hidden % 8:
+            raise ValueError(f"hidden: expected a multiple of 8 on a GPU, got {config.hidden}")
+        self.config, self.device_index, self.dtype = config, device_index, dtype
+        self._batch_invariant = batch_invariant
+        self.device = device.of(device_index)
+        self._host_table: npt.NDArray[Any] | None = None
+        self._table: Array = None
+        self._positions: dict[Projection | None, Array] = {}  # the inverse activation order, by layer
+        self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
+        self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
+
+    @property
+    def decode_stream(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
+        """The CUDA stream of all decode steps, and the memory pool for their intermediate arrays.
+
+        Both are kept as long as the model. A new pair for each text would leak device memory: the workspace of a stream
+        is never freed, and a deleted pool does not return all of its memory.
+        """
+        import cupy
+
+        if self._decode_stream is None:
+            stream = cupy.cuda.Stream(non_blocking=True)
+            workspace.workspace_address(self.device_index, stream.ptr)
+            self._decode_stream = stream, cupy.cuda.MemoryPool()
+        return self._decode_stream
+
+    def prepare_tensor(self, a: npt.NDArray[Any]) -> cupy.ndarray:
+        import cupy
+
+        if a.ndim == 1:
+            return cupy.asarray(a.astype(np.float32))
+        self._host_table, self._table = a, cupy.asarray(a.astype(self.dtype, copy=False))
+        return self._table
+
+    def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
+        import cupy
+
+        return ColumnOrder(cupy.asarray(order), cupy.asarray(np.argsort(order).astype(np.int32)))
+
+    def prepare_tokens(self, ids: Sequence[int]) -> cupy.ndarray:
+        import cupy
+
+        return cupy.asarray(np.array(ids, np.int32))
+
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
+        quantized = [part for part in parts if isinstance(part, Module)]
+        if 1 < len(quantized) == len(parts) and len({upload.form(part) for part in quantized}) == 1:
+            uploaded = [upload.to_gpu(part, column_order) for part in quantized]
+            return self._concatenated(uploaded, "swiglu" if gated else None, quantized[0].order)
+        linears = [
+            upload.awq_linear(upload.to_gpu(part, column_order), self._batch_invariant)
+            if isinstance(part, Module)
+            else self._dense(upload.take_columns(part, column_order))
+            for part in parts
+        ]
+        if len(linears) == 1 and not gated:
+            return linears[0]
+
+        def project(x: Array) -> Array:
+            import cupy
+
+            y = cupy.concatenate([linear(x) for linear in linears], axis=-1) if len(linears) > 1 else linears[0](x)
+            return self._swiglu(y) if gated else y
+
+        return project
+
+    def make_head(self, part: Linear) -> Projection:
+        if not isinstance(part, Module):
+            return self._dense(part, np.dtype(np.float32))
+        linear = upload.awq_linear(upload.to_gpu(part), self._batch_invariant)
+        return lambda x: linear(x).astype(np.float32, copy=False)
+
+    def make_cache(self, sequences: int, capacity: int) -> KvCache:
+        import cupy
+
+        if sequences * self.config.heads > kernels.MAX_COUNTERS:
+            most = kernels.MAX_COUNTERS // self.config.heads
+            raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
+        free_bytes, _ = cupy.cuda.runtime.memGetInfo()
+        free_bytes += cupy.get_default_memory_pool().free_bytes() - RESERVED_BYTES
+        return kv_cache.allocate(self.config, sequences, capacity, self.dtype, cupy, max(free_bytes, 0))
+
+    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+        return CudaDecodeLoop(self, step_logits, cache, sampling)
+
+    def embed(self, table: Array, tokens: Array) -> ResidualStream:
+        vocab, width = table.shape
+        h = self._empty((*tokens.shape, width), np.float32)
+        plan = kernels.plan_embed(self.device, tokens.size, vocab, width, self.dtype.name)
+        self.run(plan, tokens=tokens, table=table, h=h)
+        return ResidualStream(h)
+
+    def norm_and_project(
+        self, stream: ResidualStream, norm_weight: Array, projection: Projection
+    ) -> tuple[ResidualStream, Array]:
+        """See `DecoderOps`. If `project_and_add` deferred the division by the RMS, the GEMM includes it."""
+        if stream.unnormalized_x is not None and _order(projection) is stream.x_order:
+            m = stream.unnormalized_x.size // self.config.hidden
+            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", self.config.eps))
+            if plan is not None:
+                inverse_rms = self._empty((m,), np.float32)
+                read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
+                written = {"inverse_rms": inverse_rms}
+                y = self._run_fused(plan, stream.unnormalized_x, h=None, norm_weight=None, **read, **written)
+                return ResidualStream(stream.h, inverse_rms=inverse_rms), y
+        x, inverse_rms = self._rms_norm(stream, norm_weight)
+        return ResidualStream(stream.h, inverse_rms=inverse_rms), projection(x)
+
+    def project_and_add(
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
+    ) -> ResidualStream:
+        """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
+
+        The product's columns are written in the activation order of ``next_projection``.
+        """
+        *rows, width = stream.h.shape
+        positions = self._positions.get(next_projection)
+        m = x.size // x.shape[-1]
+        next_weight, part = _plan_prefetch(next_projection, m)
+        fusion = Fusion("add_to_stream", orders_y=positions is not None, next_weight=part)
+        # A fused GEMM does not permute x.
+        plan = None if _order(projection) is not None else self._plan_fused(projection, m, fusion)
+        if plan is None or next_norm_weight is None:
+            return ResidualStream(stream.h, delta=projection(x))
+        square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
+        read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
+        read["next_weight"] = next_weight
+        if positions is not None:
+            read["positions"] = positions
+        y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
+        x_order = None if positions is None else _order(next_projection)
+        return ResidualStream(stream.h, None, stream.inverse_rms, y, square_sums, x_order)
+
+    def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
+        return self._rms_norm(stream, norm_weight)[0]
+
+    def attend(
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        cache: KvCache,
+        layer: int,
+        order: ColumnOrder | None,
+    ) -> Array:
+        """See `DecoderOps`. A decode step (S = 1) launches one kernel, a prompt two."""
+        config, dtype = self.config, self.dtype.name
+        b, s, _ = qkv.shape
+        has_norm = q_norm is not None
+        sequence_stride = config.kv_width * cache.capacity
+        sizes = config.heads, config.kv_heads, config.head_dim, cache.capacity, sequence_stride
+        out = self._empty((b, s, config.q_width))
+        cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
+        new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
+        if s == 1 and not self._batch_invariant:
+            options = {"norm": has_norm, "orders_out": order is not None}
+            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, **options)
+            partials, _ = kernels.attention_workspace(plan, config.head_dim)
+            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
+            positions = None if order is None else order.positions
+            self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
+            return out
+        q = self._empty((b, s, config.q_width))
+        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, config.eps, norm=has_norm)
+        self.run(plan, **cached, **new, q=q)
+        self.run(kernels.plan_attention(self.device, b * s, s, *sizes, dtype), **cached, q=q, out=out)
+        return out if order is None else gather_columns(out, order.order)
+
+    def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
+        host: npt.NDArray[np.float32] = a.get()
+        return host
+
+    def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
+        """Launch a plan on the current stream. ``buffers`` maps argument names to arrays; None is a null pointer."""
+        import cupy
+
+        launcher = launch.get_launcher(plan, self.device_index)
+        addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
+        launcher(addresses, cupy.cuda.get_current_stream().ptr)
+
+    def _plan_fused(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
+        return projection.plan_fused(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
+
+    def _run_fused(self, plan: FusedPlan, x: Array, **buffers: Array | None) -> Array:
+        y = self._empty((*x.shape[:-1], plan.out_features))
+        self.run(plan.launch, **plan.arrays, **buffers, x=x, y=y)
+        return y
+
+    def _rms_norm(self, stream: ResidualStream, norm_weight: Array) -> tuple[Array, Array]:
+        """Add delta to h in place; return RMSNorm(h) * norm_weight [B, S, hidden] and 1 / RMS of each row [B * S]."""
+        h, delta = stream.h, stream.delta
+        width = h.shape[-1]
+        m = h.size // width
+        x, inverse_rms = self._empty(h.shape), self._empty((m,), np.float32)
+        has_delta = delta is not None
+        plan = kernels.plan_rms_norm(self.device, m, width, self.dtype.name, self.config.eps, delta=has_delta)
+        self.run(plan, h=h, delta=delta, weight=norm_weight, x=x, inverse_rms=inverse_rms)
+        return x, inverse_rms
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any = None) -> cupy.ndarray:
+        import cupy
+
+        return cupy.empty(shape, self.dtype if dtype is None else dtype)
+
+    def _concatenated(
+        self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
+    ) -> AwqLinear:
+        """Return one layer for linear layers that share x and its activation order, concatenated along N."""
+        linears: list[AwqLinear | PackedWeight] = []
+        for part in parts:
+            is_weight = part.bias is None and part.order is None
+            linears.append(part.weight if is_weight else AwqLinear(part.weight, bias=part.bias, order=part.order))
+        invariant = self._batch_invariant
+        layer = AwqLinear.concatenate(linears, activation=activation, keep_weight=False, batch_invariant=invariant)
+        if order is not None:
+            self._positions[layer] = self.prepare_order(order).positions
+        return layer
+
+    def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
+        """Return the projection of a dense or 8-bit layer. A tied output head shares the embedding table's memory.
+
+        8-bit codes stay 8-bit if activations are float16. The results equal those with a float16 weight.
+        """
+        import cupy
+
+        if isinstance(part, Int8Linear) and self.dtype != check.FLOAT16:
+            part = part.dequantize()
+        block = part.weight.block_size if isinstance(part, Int8Linear) else None
+        n, k = part.weight.shape[0], part.weight.shape[-1]
+        if isinstance(part, Int8Linear):
+            weight = {"codes": cupy.asarray(part.weight.stored), "code_scales": cupy.asarray(part.weight.scale)}
+        elif part.weight is self._host_table:
+            weight = {"w": self._table}
+        else:
+            weight = {"w": cupy.asarray(part.weight.astype(self.dtype, copy=False))}
+        bias = None if part.bias is None else cupy.asarray(part.bias.astype(np.float32))
+        if k % 8:
+            raise ValueError(f"K of a linear layer: expected a multiple of 8 on a GPU, got {k}")
+        y_dtype = out_dtype or self.dtype
+
+        def project(x: Array) -> Array:
+            x = cupy.ascontiguousarray(x)
+            y = self._empty((*x.shape[:-1], n), y_dtype)
+            dtypes = self.dtype.name, y_dtype.name
+            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None, block=block)
+            self.run(plan, x=x, **weight, bias=bias, y=y)
+            return y
+
+        return project
+
+    def _swiglu(self, x: Array) -> Array:
+        width = x.shape[-1] // 2
+        y = self._empty((*x.shape[:-1], width))
+        self.run(kernels.plan_swiglu(self.device, y.size // width, width, self.dtype.name), x=x, y=y)
+        return y
+
+
+def _plan_prefetch(projection: Projection | None, m: int) -> tuple[Array | None, NextWeight]:
+    """Return the array and the part of the next projection that a GEMM of a step of m sequences prefetches."""
+    if m > MAX_PREFETCH_ROWS or not isinstance(projection, AwqLinear):
+        return None, NO_PREFETCH
+    return projection.plan_prefetch(PREFETCHED_BY_OUTPUT)
+
+
+def _order(projection: Projection | None) -> Array | None:
+    """Return the activation order of a projection that is an `AwqLinear`, or None."""
+    return projection.order if isinstance(projection, AwqLinear) else None

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU back end of the decoder: NumPy, with activations and KV cache in float32."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq import reference
+from cupy_awq.check import HOST
+from cupy_awq.checkpoint import Module
+from cupy_awq.linear import AwqLinear
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder import kv_cache
+from cupy_awq.llm.decoder.backend import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.sampling import Sampling, choose_token
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+
+Array = npt.NDArray[Any]
+
+STREAMED_VALUES = 1 << 22
+"""The number of elements of a dense weight converted to float32 at a time if ``expand_weights`` is False."""
+
+
+class NumpyOps(DecoderOps):
+    """The implementation of `DecoderOps` on the CPU.
+
+    Args:
+        config: the configuration of the model.
+        expand_weights: True to keep all weights in float32, which is faster; False to convert the weights block by
+            block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
+        xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
+            with expanded weights.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs and attention are computed for each token
+            separately.
+    """
+
+    device_index = HOST
+    int8_min_k = sys.maxsize
+    prefill_chunk = 512
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        expand_weights: bool | None = None,
+        xp: Any = np,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.config, self.xp = config, xp
+        self._batch_invariant = batch_invariant
+        self._multiply = reference.multiply_rows if batch_invariant else xp.matmul
+        per_layer = config.hidden * (2 * config.q_width + 2 * config.kv_width + 3 * config.intermediate)
+        float32_bytes = 4 * (config.layers * per_layer + config.vocab * config.hidden)
+        self._expands = float32_bytes <= _memory_bytes() // 2 if expand_weights is None else expand_weights
+
+    def prepare_tensor(self, a: Array) -> Array:
+        return self.xp.asarray(a.astype(np.float32)) if a.ndim == 1 else a
+
+    def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
+        return ColumnOrder(self.xp.asarray(order), self.xp.argsort(self.xp.asarray(order)).astype(np.int32))
+
+    def prepare_tokens(self, ids: Sequence[int]) -> Array:
+        return np.array(ids, np.int64)
+
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
+        plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
+        project = self._expanded(plain) if self._expands else self._streamed(plain)
+        activate: Projection = _swiglu if gated else lambda y: y
+        if column_order is None:
+            return lambda x: activate(project(x))
+        offsets = np.cumsum([0, *map(_out_features, plain)])[:-1, None]
+        columns = (offsets + column_order).reshape(-1)
+        return lambda x: activate(project(x)[..., columns])
+
+    def make_head(self, part: Linear) -> Projection:
+        return self.make_projection([part])
+
+    def make_cache(self, sequences: int, capacity: int) -> KvCache:
+        return kv_cache.allocate(self.config, sequences, capacity, np.float32, self.xp, _memory_bytes() // 2)
+
+    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+        return NumpyDecodeLoop(self.config.vocab, step_logits, cache, sampling)
+
+    def embed(self, table: Array, tokens: Array) -> ResidualStream:
+        return ResidualStream(self.xp.asarray(table[tokens].astype(np.float32)))
+
+    def norm_and_project(
+        self, stream: ResidualStream, norm_weight: Array, projection: Projection
+    ) -> tuple[ResidualStream, Array]:
+        return stream, projection(self.rms_norm(stream, norm_weight))
+
+    def project_and_add(
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
+    ) -> ResidualStream:
+        np.add(stream.h, projection(x), out=stream.h)
+        return stream
+
+    def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
+        return _rms_norm(stream.h, norm_weight, self.config.eps)
+
+    def attend(
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        cache: KvCache,
+        layer: int,
+        order: ColumnOrder | None,
+    ) -> Array:
+        config = self.config
+        b, s, _ = qkv.shape
+        heads = qkv.reshape(b, s, config.heads + 2 * config.kv_heads, config.head_dim)
+        q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
+        if q_norm is not None and k_norm is not None:
+            q, k = _rms_norm(q, q_norm, config.eps), _rms_norm(k, k_norm, config.eps)
+        positions = cache.lengths[:, None] + self.xp.arange(s)
+        cos, sin = cache.cos[positions][:, :, None], cache.sin[positions][:, :, None]
+        rotated = _rotate(k, cos, sin)
+        for i, start in enumerate(cache.lengths.tolist()):
+            cache.k[layer, i, :, start : start + s] = rotated[i].swapaxes(0, 1)
+            cache.v[layer, i, :, start : start + s] = v[i].swapaxes(0, 1)
+        out = self._attention(_rotate(q, cos, sin), cache, layer)
+        return out if order is None else out[..., order.order]
+
+    def to_numpy(self, a: Array) -> Array:
+        return a
+
+    def _attention(self, q: Array, cache: KvCache, layer: int) -> Array:
+        """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE."""
+        b, s, heads, head_dim = q.shape
+        step = 1 if self._batch_invariant else s
+        out: Array = self.xp.empty((b, s, heads * head_dim), np.float32)
+        for i, start in enumerate(cache.lengths.tolist()):
+            for first in range(0, s, step):
+                known = slice(start + first + step)
+                keys, values = cache.k[layer, i, :, known], cache.v[layer, i, :, known]
+                out[i, first : first + step] = self._attend(q[i, first : first + step], keys, values)
+        return out
+
+    def _attend(self, q: Array, keys: Array, values: Array) -> Array:
+        """Return the causal attention [S, q_width] of the last S of T tokens; keys, values: [kv_heads, T, head_dim]."""
+        s, heads, head_dim = q.shape
+        kv_heads, t, _ = keys.shape
+        xp = self.xp
+        # Group the query heads that share a key head: [kv_heads, heads / kv_heads * S, head_dim].
+        grouped = q.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
+        scores = grouped @ keys.swapaxes(1, 2)
+        scores *= np.float32(head_dim**-0.5)
+        if s > 1:
+            is_future = xp.arange(t) > t - s + xp.arange(s)[:, None]
+            scores.reshape(heads, s, -1)[:, is_future] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ values
+        mixed /= scores.sum(axis=-1, keepdims=True)
+        attended: Array = mixed.reshape(heads, s, head_dim).swapaxes(0, 1).reshape(s, -1)
+        return attended
+
+    def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
+        """Return a projection for all parts that keeps their concatenated weights as one float32 matrix."""
+        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # also concatenates CuPy arrays
+        sizes = [_out_features(part) for part in parts]
+        xp = self.xp
+        biases = [
+            xp.zeros(n, np.float32) if p.bias is None else p.bias.astype(np.float32)
+            for p, n in zip(parts, sizes, strict=True)
+        ]
+        bias = np.concatenate(biases) if any(part.bias is not None for part in parts) else None
+
+        def project(x: Array) -> Array:
+            y: Array = self._multiply(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+            if bias is not None:
+                y += bias
+            return y
+
+        return project
+
+    def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
+        """Return a projection for all parts that converts their weights to float32 block by block at each call."""
+        linears: list[Projection] = [
+            AwqLinear(part.weight, bias=part.bias, order=part.order, batch_invariant=self._batch_invariant)
+            if isinstance(part, Module)
+            else _streamed_dense(part, self._multiply)
+            for part in parts
+        ]
+
+        def project(x: Array) -> Array:
+            return np.concatenate([linear(x) for linear in linears], axis=-1)
+
+        return project
+
+
+class NumpyDecodeLoop(DecodeLoop):
+    """The decode loop on the CPU. It is synchronous: all work is complete when `step` returns."""
+
+    def __init__(self, vocab: int, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
+        sequences = len(cache.tokens)
+        self._step_logits, self._cache, self._sampling = step_logits, cache, sampling
+        self._seen = np.zeros((sequences, vocab), bool)
+        self._next = np.zeros(sequences, np.int64)
+
+    def start(self, sequence: int, logits: Array) -> int:
+        self._seen[sequence, self._cache.tokens[sequence]] = True
+        return self._choose(sequence, logits)
+
+    def step(self) -> list[int]:
+        logits = self._step_logits(self._next)
+        for known, token in zip(self._cache.tokens, self._next.tolist(), strict=True):
+            known.append(token)
+        self._cache.lengths[:] += 1
+        return [self._choose(sequence, logits[sequence]) for sequence in range(len(logits))]
+
+    def close(self) -> None:
+        pass
+
+    def _choose(self, sequence: int, logits: Array) -> int:
+        seen, position = self._seen[sequence], int(self._cache.lengths[sequence])
+        token = choose_token(logits, self._sampling, seen=seen, sequence=sequence, position=position)
+        seen[token] = True
+        self._next[sequence] = token
+        return token
+
+
+def _memory_bytes() -> int:
+    """Return the size of the machine's memory in bytes, or 8 GiB if the system does not report it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    scale = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(eps))
+    normed: Array = x * scale * weight
+    return normed
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Apply RoPE to x [..., head_dim], rotating the pairs (i, i + head_dim / 2) of the last axis."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _swiglu(y: Array) -> Array:
+    gate, up = np.split(y, 2, axis=-1)
+    with np.errstate(over="ignore"):  # if exp(-gate) overflows to inf, the result is 0, the correct limit
+        result: Array = gate / (np.float32(1) + np.exp(-gate)) * up
+    return result
+
+
+def _out_features(part: Module | DenseLinear) -> int:
+    return part.weight.shape[1] if isinstance(part, Module) else part.weight.shape[0]
+
+
+def _float32_weight(part: Module | DenseLinear) -> Array:
+    """Return the weight of a layer as float32 [K, N]."""
+    if isinstance(part, DenseLinear):
+        return part.weight.T.astype(np.float32)
+    weight = part.weight
+    rows = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    if part.order is None:
+        return rows
+    w = np.empty_like(rows)
+    w[part.order] = rows
+    return w
+
+
+def _streamed_dense(part: DenseLinear, multiply: Callable[[Array, Array], Array]) -> Projection:
+    """Return a function that multiplies x by the weight of a dense layer and adds the bias.
+
+    The function converts about `STREAMED_VALUES` elements of the weight to float32 at a time, to save memory.
+    """
+    weight = part.weight
+    rows = max(1, STREAMED_VALUES // weight.shape[1])
+
+    def project(x: Array) -> Array:
+        flat = x.reshape(-1, x.shape[-1])
+        blocks = [multiply(flat, weight[i : i + rows].astype(np.float32).T) for i in range(0, len(weight), rows)]
+        y = np.concatenate(blocks, axis=-1).reshape(*x.shape[:-1], -1)
+        return y if part.bias is None else y + part.bias.astype(np.float32)
+
+    return project
