@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from cupy_awq import llm, reference
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, Tensor, read
-from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import write as gguf_write
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from cupy_awq import load, reference
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, ModuleSpec, Tensor, files, read, save, summarize
 from cupy_awq.checkpoint.format import Pending
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import dense as gguf_dense
-from cupy_awq.checkpoint.gguf import file as gguf_file
 from cupy_awq.checkpoint.gguf import write as gguf_write
-from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.tools.command_line import main
 
 Array = npt.NDArray[Any]

@@ -15,7 +15,7 @@ import pytest
 from cupy_awq import load, loader
 from cupy_awq.checkpoint import Module, nibbles, read, threads
 from cupy_awq.checkpoint.gguf import dense as gguf_dense
-from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.checkpoint.gguf.container import Blocks
 from tests import packers, test_formats
 from tests.format_files import save_folder
 from tests.packers import Packed

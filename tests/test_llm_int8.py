@@ -13,7 +13,7 @@ from cupy_awq import llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.gguf import q8 as gguf_int8
-from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cupy_awq import checkpoint, llm, reference
 from cupy_awq.check import BFLOAT16
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.llm import ModelFiles
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps

@@ -15,7 +15,7 @@ from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
 from cupy_awq.checkpoint.format import ModuleSpec
-from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import tensors as gguf
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.checkpoint.write import save

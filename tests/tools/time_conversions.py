@@ -14,7 +14,7 @@ import numpy as np
 from cupy_awq.checkpoint import nibbles, threads
 from cupy_awq.checkpoint.gguf import dense as gguf_dense
 from cupy_awq.checkpoint.gguf import q4 as gguf_q4
-from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.tools.table import render
 from tests.test_formats_gguf import random_blocks
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.threads import run_ranges
 
 Array = npt.NDArray[Any]

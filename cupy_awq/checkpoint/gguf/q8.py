@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import CHUNK
-from cupy_awq.checkpoint.gguf.file import Blocks
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[Any]

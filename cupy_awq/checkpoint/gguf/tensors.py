@@ -20,10 +20,10 @@ from cupy_awq.check import BFLOAT16, FLOAT16, FLOATS
 from cupy_awq.checkpoint.contents import Contents, warn_first
 from cupy_awq.checkpoint.files import CheckpointError, check_count
 from cupy_awq.checkpoint.format import ModuleSpec, Pending, is_finite
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import dense as gguf_dense
-from cupy_awq.checkpoint.gguf import file as gguf_file
 from cupy_awq.checkpoint.gguf import q4 as gguf_q4
-from cupy_awq.checkpoint.gguf.file import Blocks
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 Array = npt.NDArray[Any]

@@ -23,7 +23,7 @@ from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.format import ModuleSpec
-from cupy_awq.checkpoint.gguf.file import ARRAY_TYPE, MAGIC, MAX_RANK, SCALAR_FORMATS, STRING_TYPE, TYPES
+from cupy_awq.checkpoint.gguf.container import ARRAY_TYPE, MAGIC, MAX_RANK, SCALAR_FORMATS, STRING_TYPE, TYPES
 from cupy_awq.checkpoint.gguf.q4 import GROUP
 from cupy_awq.checkpoint.gguf.tensors import EXPERT_NAMES, LAYER_NAMES, NAMES, find_permuted_heads, interleave
 from cupy_awq.checkpoint.tensors import Module

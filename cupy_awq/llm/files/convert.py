@@ -10,7 +10,7 @@ from typing import Any
 from cupy_awq import atomic, checkpoint
 from cupy_awq.checkpoint import Contents, Tensor, write
 from cupy_awq.checkpoint.files import read_object
-from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import write as gguf_write
 from cupy_awq.llm.files import ak48, gguf_metadata, hugging_face
 from cupy_awq.llm.files.model_files import Progress

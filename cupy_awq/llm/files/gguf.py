@@ -13,11 +13,11 @@ from typing import Any
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.gguf import file as gguf_file
+from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import q8 as gguf_int8
 from cupy_awq.checkpoint.gguf import tensors as gguf
+from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import read_values
-from cupy_awq.checkpoint.gguf.file import Blocks
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.gguf_tokenizer import load_tokenizer, show

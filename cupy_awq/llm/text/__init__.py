@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From text to tokens and back: tokenizers and chat templates."""
+"""Tokenizers and chat templates, which convert between texts and token ids."""
