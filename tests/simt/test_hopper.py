@@ -136,5 +136,5 @@ def test_dependent_launch() -> None:
 def test_buffers_of_the_preceding_kernel_have_their_present_names() -> None:
     """A buffer that was renamed would be read early without a fault."""
     folder = Path(cupy_awq.__file__).parent / "kernels"
-    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     assert [name for name in sorted(FRESH) if f'"{name}"' not in text] == []
