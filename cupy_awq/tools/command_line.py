@@ -21,7 +21,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.tools import convert_command, llm_commands, quantize_command
+from cupy_awq.tools import blas_threads, convert_command, llm_commands, quantize_command, system
 
 if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
@@ -91,16 +91,26 @@ def _parser() -> argparse.ArgumentParser:
             epilog="\n".join(["examples:", *lines]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        added.add_argument(
+            blas_threads.OPTION,
+            metavar="N",
+            type=_count,
+            help="threads of products on the CPU (default: the cores that are idle at the start)",
+        )
         added.set_defaults(run=run)
         return added
 
     demo = command("demo", _demo, "run a real quantized layer, check and time it", DEMO, ["", "--json"])
     demo.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
-    examples = ["Qwen3-8B-AWQ/", "model.safetensors --json", "--formats"]
-    info = command("info", _info, "print the format, the layers and the kernels of a checkpoint", INFO, examples)
+    examples = ["", "Qwen3-8B-AWQ/", "model.safetensors --json", "--formats"]
+    summary = "print the format, the layers and the kernels of a checkpoint, or versions and GPUs without one"
+    info = command("info", _info, summary, INFO, examples)
     info.add_argument(
-        "path", metavar="PATH", nargs="?", help="folder, or safetensors, GGUF or PyTorch file, as for cupy_awq.load"
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="folder, or safetensors, GGUF or PyTorch file, or the name smollm2; default: this installation",
     )
     info.add_argument("--formats", action="store_true", help="print the supported formats instead")
     info.add_argument("--json", action="store_true", help="print an object instead of text")
@@ -186,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     llm_commands.add(command)
     quantize_command.add(command)
     convert_command.add(command)
+    system.add(command)
     return parser
 
 
@@ -270,6 +281,12 @@ def _counts(text: str) -> list[int]:
     return [int(count) for count in counts]
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
 def _print(value: Any, text: str, as_json: bool) -> int:
     print(json.dumps(value, indent=2) if as_json else text)
     return 0
@@ -286,11 +303,14 @@ def _demo(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     from cupy_awq.tools import info
 
-    if args.formats or args.path is None:
-        if args.path is not None or args.json or not args.formats:
-            raise ValueError("info: expected a PATH, or --formats alone")
+    if args.formats:
+        if args.path is not None or args.json:
+            raise ValueError("info: expected --formats alone")
         print(info.render_formats())
         return 0
+    if args.path is None:
+        found = system.describe()
+        return _print(found, system.render(found), args.json)
     content = info.describe(args.path)
     return _print(content, info.render(content), args.json)
 
