@@ -376,7 +376,7 @@ def test_the_convert_command_writes_a_file_that_generates_the_same_text(
     [
         (["generate", "nothing", "x"], "nothing: expected a file, a folder or one of smollm2, got none"),
         (["generate", "MODEL", "x", "--top-p", "2"], "top_p: expected above 0 and at most 1, got 2.0"),
-        (["generate", "MODEL", "x", "--device", "gpu"], "--device: expected cpu, cuda or the number of a GPU"),
+        (["generate", "MODEL", "x", "--device", "gpu"], "device: expected cpu, cuda, cuda:N or the number of a GPU"),
         (["generate", "MODEL", "x", "--device", "99"], "device: expected "),
         (["score", "MODEL", "nothing.txt"], "nothing.txt"),
         (["convert", "MODEL", "out"], "--format: expected one of autoawq"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cupy_awq
-from cupy_awq.runtime import disk_cache
+from cupy_awq.runtime import disk_cache, placement
 from cupy_awq.tools.command_line import main
 
 
@@ -48,3 +48,20 @@ def test_a_cache_folder_that_does_not_exist_is_empty(
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "absent"))
     assert main(["cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("1", 1), (1, 1), ("cpu", -1)]
+)
+def test_a_device_has_the_same_names_in_functions_and_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, device: str | int, index: int
+) -> None:
+    monkeypatch.setattr(placement, "gpu_count", lambda: 2)
+    assert placement.resolve(device) == index
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "cuda:1x", "CUDA", "", "cuda:\u0663", 2, -1, "cuda:2"])
+def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch, device: str | int) -> None:
+    monkeypatch.setattr(placement, "gpu_count", lambda: 2)
+    with pytest.raises(ValueError, match="device: expected"):
+        placement.resolve(device)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from types import NoneType, TracebackType
 from typing import Any
@@ -24,47 +25,35 @@ def resolve(device: Any = None) -> int:
     """Return the ordinal of the GPU that ``device`` selects, or ``check.HOST`` for the CPU.
 
     Args:
-        device: an ordinal or a ``cupy.cuda.Device``; "cpu"; or None, which selects CuPy's current GPU, or the CPU if
-            CuPy has no usable GPU.
+        device: "cpu"; "cuda" or "cuda:0", the first GPU, "cuda:1", and so on; an ordinal, also as text; a
+            ``cupy.cuda.Device``; or None, which selects CuPy's current GPU, or the CPU if CuPy has no usable GPU.
 
     Raises:
         TypeError: ``device`` is none of these types.
-        ValueError: ``device`` is a string other than "cpu", or the GPU does not exist.
+        ValueError: ``device`` is another string, or the GPU does not exist.
         MemoryError: the memory of the GPU is exhausted.
 
     >>> resolve("cpu")
     -1
     """
+    if device == "cpu":
+        return HOST
     if isinstance(device, str):
-        if device == "cpu":
-            return HOST
-        raise ValueError(f"device: expected 'cpu', a device ordinal or None, got {device!r}")
+        number = device.removeprefix("cuda:") if device != "cuda" else "0"
+        if not re.fullmatch(r"[0-9]{1,9}", number):
+            raise ValueError(f"device: expected cpu, cuda, cuda:N or the number of a GPU, got {device!r:.80}")
+        device = int(number)
     index = getattr(device, "id", device)  # A cupy.cuda.Device has the attribute `id`.
     if isinstance(index, bool) or not isinstance(index, (int, np.integer, NoneType)):
-        raise TypeError(f"device: expected None, 'cpu', an int or a cupy.cuda.Device, got {type(device).__name__}")
+        raise TypeError(f"device: expected None, a str, an int or a cupy.cuda.Device, got {type(device).__name__}")
     count = gpu_count()
     if index is None:
         return _current() if count else HOST
     if not count:
-        raise ValueError(f"device: expected 'cpu' or None, as CuPy sees no GPU, got {index}")
+        raise ValueError(f"device: expected cpu or None, as CuPy sees no GPU, got {index}")
     if not 0 <= index < count:
         raise ValueError(f"device: expected the number of one of the {count} GPUs that CuPy sees, got {index}")
     return int(index)
-
-
-def parse(text: str | None) -> int | str | None:
-    """Return the argument of `resolve` for an option of the command line: "cpu", the number of a GPU, or "cuda" for 0.
-
-    Raises ValueError for any other text.
-
-    >>> parse("cuda"), parse("1"), parse("cpu"), parse(None)
-    (0, 1, 'cpu', None)
-    """
-    if text is None or text == "cpu":
-        return text
-    if text != "cuda" and not text.isdecimal():
-        raise ValueError(f"--device: expected cpu, cuda or the number of a GPU, got {text!r}")
-    return 0 if text == "cuda" else int(text)
 
 
 def gpu_count() -> int:

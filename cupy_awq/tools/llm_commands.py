@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cupy_awq.check import HOST
-from cupy_awq.runtime import device, placement
+from cupy_awq.runtime import device
 from cupy_awq.tools.progress import erase_bar, show_bar
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _text(argument: str) -> str:
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
-        metavar="cpu|cuda|N",
-        help="the CPU, the first GPU, or a device ordinal (default: the current GPU, or the CPU if there is none)",
+        metavar="cpu|cuda|cuda:N",
+        help="the CPU, the first GPU, or GPU N (default: the current GPU, or the CPU if there is none)",
     )
 
 
@@ -219,7 +219,7 @@ def _load(path: str, place: Any) -> LanguageModel:
 
     has_bar = sys.stderr.isatty()
     try:
-        return llm.load(path, device=placement.parse(place), progress=show_bar if has_bar else None)
+        return llm.load(path, device=place, progress=show_bar if has_bar else None)
     except BaseException:
         if has_bar:
             erase_bar()  # so that the error starts a line

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cupy_awq.runtime import placement
-
 MORE = """
 
 SRC is a Hugging Face folder with dense weights. DST becomes a folder of the same files with 4-bit weights, and with a
@@ -74,9 +72,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--device",
-        metavar="cpu|cuda|N",
+        metavar="cpu|cuda|cuda:N",
         default="cpu",
-        help="the CPU, the first GPU, or a device ordinal (default: cpu)",
+        help="the CPU, the first GPU, or GPU N (default: cpu)",
     )
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
@@ -121,7 +119,7 @@ def _quantize(args: argparse.Namespace) -> int:
         ignore=args.ignore,
         evaluate=None if args.evaluate is None else "\n".join(read_texts(args.evaluate)),
         format_name=args.format,
-        device=placement.parse(args.device),
+        device=args.device,
         resume=args.resume,
         progress=bar.show_layer,
         on_step=bar.show_step,
