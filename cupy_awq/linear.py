@@ -11,8 +11,8 @@ import numpy as np
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_N
 from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.gather_columns import ActivationOrder, gather_columns

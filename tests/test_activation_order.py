@@ -21,8 +21,10 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import Module
-from cupy_awq.kernels.gemm import gather_columns, gemm_sm90
-from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.kernels.gemm import gather_columns
+from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
+from cupy_awq.kernels.select import planner
 from cupy_awq.llm.decoder.backend import ResidualStream
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
@@ -40,6 +42,7 @@ from tests.test_llm_device import SimulatedOps, simulated
 
 __all__ = ["simulated"]  # a fixture
 
+plan_gather = planner(gather_columns.ColumnGather)
 AWQ = ("qweight", "scales", "qzeros")
 IDS = [int(i) for i in np.random.default_rng(3).integers(0, llm_models.VOCAB, 9)]
 
@@ -58,7 +61,7 @@ def test_the_kernel_gathers_columns_of_strided_rows(
     order.flags.writeable = False
     stride = k + extra
     is_aligned = stride * x.itemsize % (32 if dtype == "float32" else 16) == 0
-    plan = gather_columns.plan(facts(arch, backend), m, k, dtype, stride, x_aligned=is_aligned)
+    plan = plan_gather(facts(arch, backend), m, k, dtype, stride, x_aligned=is_aligned)
     runner(backend)(plan, {"x": x, "order": order, "y": y})
     np.testing.assert_array_equal(y, wanted)
 
@@ -69,7 +72,7 @@ def test_any_gather_on_the_simulator(data: st.DataObject) -> None:
     arch, dtype = data.draw(st.sampled_from(ARCHS)), data.draw(st.sampled_from(["float16", "float32"]))
     m, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 70)) * data.draw(st.sampled_from([1, 8]))
     here = facts(arch, "latest")
-    plan = gather_columns.plan(here, m, k, dtype, k, x_aligned=k % 8 == 0)
+    plan = plan_gather(here, m, k, dtype, k, x_aligned=k % 8 == 0)
     rng = np.random.default_rng(k)
     x, order = rng.standard_normal((m, k)).astype(DTYPES[dtype]), rng.permutation(k).astype(np.int32)
     y = np.full_like(x, np.nan)
@@ -79,8 +82,8 @@ def test_any_gather_on_the_simulator(data: st.DataObject) -> None:
 
 def test_a_row_that_does_not_fit_in_shared_memory_is_gathered_from_global_memory() -> None:
     here = facts(90, "latest")
-    assert dict(gather_columns.plan(here, 64, 1 << 16, "float16", 1 << 16, x_aligned=True).kernel.defines)["STAGED"]
-    plan = gather_columns.plan(here, 1 << 20, 1 << 17, "float16", 1 << 17, x_aligned=True)
+    assert dict(plan_gather(here, 64, 1 << 16, "float16", 1 << 16, x_aligned=True).kernel.defines)["STAGED"]
+    plan = plan_gather(here, 1 << 20, 1 << 17, "float16", 1 << 17, x_aligned=True)
     assert (plan.shared_bytes, plan.grid) == (0, (256, gather_columns.MAX_GRID, 1))
 
 
@@ -252,9 +255,9 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
     rng = np.random.default_rng(m)
 
     def repacked(weight: PackedWeight) -> PackedWeight:
-        layout = RepackedLayout(*weight.shape, weight.group_size)
+        layout = FragmentLayout(*weight.shape, weight.group_size)
         out = np.empty(layout.nbytes, np.uint8)
-        simt.run(layout.plan(device.nominal(90)), {**dict(zip(AWQ, tensors(weight), strict=True)), "out": out})
+        simt.run(layout.pack(device.nominal(90)), {**dict(zip(AWQ, tensors(weight), strict=True)), "out": out})
         return RepackedWeight(weight, out, 0, False)
 
     monkeypatch.setattr("cupy_awq.linear.repack", repacked)
@@ -335,7 +338,7 @@ def test_layers_whose_gemm_gathers_x_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, m: int, element: np.dtype[Any]
 ) -> None:
     """Contiguous and strided rows, and unaligned rows, for which a launch gathers."""
-    monkeypatch.setattr(gather_columns, "is_fused", lambda problem, gpu: gemm_sm90.refusal(problem, gpu) is None)
+    monkeypatch.setattr(gather_columns, "is_fused", lambda problem, gpu: GEMM_SM90.refusal(problem, gpu) is None)
     rng, k, n = np.random.default_rng(m), 1088, 72
     weight, order = ordered(rng, k, n, 64, dtype=element)
     x, residual = random_activations(rng, m, k, dtype=element), rng.standard_normal((m, n)).astype(element)

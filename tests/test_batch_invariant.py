@@ -19,9 +19,13 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
+from cupy_awq.kernels.family import Reduction
+from cupy_awq.kernels.gemm.gemm_mma import GemmMma
 from cupy_awq.kernels.gemm.gemm_sm90 import GemmSm90Config
-from cupy_awq.kernels.gemm.problem import Problem, ceil_div
-from cupy_awq.kernels.gemm.reduction import Reduction, reduction_of, wgmma_reduction
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.reduction import wgmma_reduction
+from cupy_awq.kernels.registry import FAMILIES
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime import device
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -78,7 +82,7 @@ class Product:
         small = rng.standard_normal((problem.m + 2, problem.n)) / 64
         self.residual = small[2:, :n_out].astype(dtype) if problem.residual else None
         bias = small[0].astype(np.float32) if problem.bias_dtype else None
-        repacked = repack(run, problem, self.weight, here) if problem.repacked else None
+        repacked = repack(run, problem, self.weight, here) if FRAGMENTS in problem.layouts else None
         parts = {name: getattr(self.weight, name) for name in ("qweight", "scales", "qzeros")}
         self._constant = {name: None if a is None else _whole(a) for name, a in parts.items()}
         self._constant |= {"bias": bias, "weight": repacked}
@@ -129,7 +133,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int,
         residual=data.draw(st.booleans()),
         activation=data.draw(st.sampled_from([None, *FUNCTIONS])),
         gated=gated,
-        repacked=is_repacked,
+        layouts=(AWQ, FRAGMENTS)[: 1 + is_repacked],
         wide_scales=data.draw(st.booleans()),
         batch_invariant=True,
     )
@@ -155,7 +159,7 @@ def results(
     for family in select.families(problem).values():
         configs = family.configs(problem, here) if family.refusal(problem, here) is None else []
         for config in configs:
-            reduction = reduction_of(family, config, problem)
+            reduction = family.reduction(config, problem)
             if reduction is not None:
                 choice = select.Choice(problem, family, config, family.plan(config, problem, here))
                 found.setdefault(reduction, {}).setdefault(choice.plan.kernel.entry, []).append(choice)
@@ -186,10 +190,10 @@ def test_all_kernels_with_the_same_reduction_agree(
 ) -> None:
     """Every kernel, tile, split-K and number of slices per CTA that a batch-invariant GEMM may use gives equal bits."""
     here = facts(arch, backend)
-    problem = Problem(m, 64, 416, 32, dtype, repacked=repacked, batch_invariant=True)
+    problem = Problem(m, 64, 416, 32, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=True)
     if repacked:
         problem = replace(problem, n=128, k=512, group_size=128, gated=True, activation="silu", residual=True)
-        problem = replace(problem, has_awq_layout=False)
+        problem = replace(problem, layouts=(FRAGMENTS,))
     elif arch == 90:
         problem = replace(problem, k=1536)
     product = Product(problem, runner(backend), here, 0)
@@ -207,16 +211,18 @@ def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m() -> None:
     ):
         here = device.nominal(arch)
         for repacked in {False, arch == 90 and dtype != "float32"}:
-            problem = Problem(1, n, k, group_size, dtype, repacked=repacked, batch_invariant=True)
+            problem = Problem(
+                1, n, k, group_size, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=True
+            )
             expected = select.choose_reduction(problem, here)
             for m in (1, 9, 17, 33, 65, 300, 600, 100_000):
                 chosen = select.choose(replace(problem, m=m, residual=m > 16, bias_dtype="float32"), here)
-                assert reduction_of(chosen.family, chosen.config, chosen.problem) == expected
+                assert chosen.family.reduction(chosen.config, chosen.problem) == expected
 
 
 @pytest.mark.parametrize(("arch", "zeros"), [(80, "packed"), (90, "float")])
 def test_a_weight_without_a_kernel_is_refused_with_reasons(arch: int, zeros: str) -> None:
-    problem = Problem(1, 4096, 4096, 128, zeros=zeros, repacked=True, has_awq_layout=False, batch_invariant=True)
+    problem = Problem(1, 4096, 4096, 128, zeros=zeros, layouts=(FRAGMENTS,), batch_invariant=True)
     with pytest.raises(ValueError, match=r"no kernel fits: .*gemm_sm90"):
         select.choose(problem, device.nominal(arch))
 
@@ -232,7 +238,7 @@ def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
     assert wgmma_reduction(old, 8, 1, 2, 2) == wgmma_reduction(NewConfig(**vars(old)), 8, 1, 2, 2) is not None
     assert wgmma_reduction(NewConfig(**vars(old), work_split="even"), 8, 1, 2, 2) is None
     default = replace(old, name="gemm_sm90_mma", x_rows=1, x_stages=2)
-    assert reduction_of(select.FAMILIES["gemm_sm90"], default, Problem(1, 64, 1024, 128, repacked=True)) is None
+    assert FAMILIES["gemm_sm90"].reduction(default, Problem(1, 64, 1024, 128, layouts=(AWQ, FRAGMENTS))) is None
 
 
 @pytest.mark.slow
@@ -243,7 +249,7 @@ def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
 def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dtype: str, step: int) -> None:
     """The kernels of sm_90 that `choose` returns, on one weight; for bfloat16, every third number."""
     here = facts(90, backend)
-    problem = Problem(130, 128, 1536, 128, dtype, repacked=repacked, has_awq_layout=not repacked, batch_invariant=True)
+    problem = Problem(130, 128, 1536, 128, dtype, layouts=(FRAGMENTS,) if repacked else (AWQ,), batch_invariant=True)
     product = Product(problem, runner(backend), here, 0)
     whole, kernels = product.rows(list(range(130))), set()
     for m in range(1, 65, step):
@@ -320,7 +326,7 @@ def test_all_kernels_of_a_layer_with_the_same_reduction_agree(dtype: str, k: int
     """Gated and residual epilogues, for 1, 40 and 300 rows."""
     here = device.current()
     problem = Problem(m, n, k, 128, dtype, dtype, "packed", "float32", True, "silu" if gated else "gelu")
-    problem = replace(problem, gated=gated, repacked=here.arch == 90, batch_invariant=True)
+    problem = replace(problem, gated=gated, layouts=(AWQ, FRAGMENTS)[: 1 + (here.arch == 90)], batch_invariant=True)
     found, _ = results(Product(problem, runner("gpu"), here, m), problem, here, 8)
     assert all(len(some) == 1 for some in found.values())
     # The order of additions matters for these values, but the few of one row may all round to the same bits.
@@ -364,13 +370,14 @@ def test_a_layer_reports_copies_and_explains_its_mode(capsys: pytest.CaptureFixt
 def test_a_choice_of_split_k_by_m_is_caught() -> None:
     """A planted violation: configurations are filtered by everything but the slices of K."""
 
-    def by_m(family: Any, config: Any, problem: Any) -> Reduction | None:
-        found = reduction_of(family, config, problem)
-        return None if found is None else found._replace(slices=())
+    reduction = GemmMma.reduction
+
+    def by_m(family: GemmMma, config: Any, problem: Any) -> Reduction:
+        return reduction(family, config, problem)._replace(slices=())
 
     problem = Problem(40, 256, 1024, 64, "float16", batch_invariant=True)
     here = replace(device.nominal(80), sm_count=2)  # a device of no other test, whose choices are not cached
-    with mock.patch.object(select, "reduction_of", by_m):
+    with mock.patch.object(GemmMma, "reduction", by_m):
         product = Product(problem, runner("latest"), here, 0)
         alone, batch = product.rows([3]), product.rows(list(range(40)))
     assert (alone[0] != batch[3]).any()

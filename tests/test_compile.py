@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device, sources
 from cupy_awq.runtime import disk_cache as cache
@@ -341,7 +341,7 @@ def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
     assert listed < invariant
     facts = device.nominal(arch)
     for m, repacked in itertools.product((1, 16, 64, 1024), {False, arch == 90}):
-        problem = Problem(m, 4096, 12288, 128, repacked=repacked, batch_invariant=True)
+        problem = Problem(m, 4096, 12288, 128, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=True)
         assert select.choose(problem, facts).plan.kernel in invariant
     for m in (1, 3, 12, 500):
         for shape in ((4096, 4096), (1536, 576)):

@@ -16,8 +16,12 @@ from cupy_awq import block_reference
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import select
-from cupy_awq.kernels.conv2d import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large
+from cupy_awq.kernels.conv2d import conv2d_sm80, conv2d_sm90
 from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.conv2d.conv2d_simt import CONV2D_SIMT
+from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
+from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
+from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE
 from cupy_awq.kernels.conv2d.problem import (
     EPILOGUE_ACTIVATIONS,
     Convolution,
@@ -34,7 +38,7 @@ from tests.simt.bulk import check_map
 from tests.test_kernels import ARCHS, DTYPES, facts
 
 F32 = np.float32
-SIMT = (conv2d_simt, SimtConfig())
+SIMT = (CONV2D_SIMT, SimtConfig())
 
 
 def pixels(rng: np.random.Generator, sizes: ConvolutionSizes, dtype: Any, padded: int = 0) -> np.ndarray:
@@ -90,7 +94,7 @@ def check_convolution(
     plan = family.plan(config, problem.without_stride(), gpu)
     runner(backend)(plan, {name: buffers[name] for name in plan.buffers})
     values = float64_values(weight)
-    rounds_weights = family is not conv2d_simt
+    rounds_weights = family is not CONV2D_SIMT
     if rounds_weights:
         values = values.astype(F32).astype(dtype).astype(np.float64)
     x64 = x[..., : sizes.channels * sizes.groups].astype(np.float64)
@@ -122,10 +126,10 @@ def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None
     sizes = ConvolutionSizes(2, 9, 9, 24, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1)
     problem = with_strides(sizes, block_size=16, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(arch, backend)
-    found = [c for c in conv2d_sm80.configs(problem, here) if c.split_k in (1, 2)]
+    found = [c for c in CONV2D_SM80.configs(problem, here) if c.split_k in (1, 2)]
     assert len(found) == 2 * len(conv2d_sm80.TILES)
     for config in found:
-        check_convolution(backend, problem, conv2d_sm80, config, here, seed=bits)
+        check_convolution(backend, problem, CONV2D_SM80, config, here, seed=bits)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -162,7 +166,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
     family, config = SIMT
     if tensor:
         assert tensor_core_refusal(problem, here) is None
-        family, config = conv2d_sm80, draw(st.sampled_from(conv2d_sm80.configs(problem, here)))
+        family, config = CONV2D_SM80, draw(st.sampled_from(CONV2D_SM80.configs(problem, here)))
     check_convolution(backend, problem, family, config, here, seed=draw(st.integers(0, 99)))
 
 
@@ -202,12 +206,12 @@ def test_every_sm90_tile(backend: str, kernel: int, bits: int, dtype: str) -> No
     sizes = ConvolutionSizes(2, 9, 9, 72, 136, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
-    found = conv2d_sm90.configs(problem, here)
+    found = CONV2D_SM90.configs(problem, here)
     assert {c.pixels for c in found} == set(conv2d_sm90.PIXELS)
     assert {(c.wg_co, c.wg_px) for c in found} == {(1, 1), (2, 1)}
     # Half of them with K whole, half of them with K split in two.
     for config in [c for c in found if c.split_k == (c.pixels // 8 + c.wg_co) % 2 + 1]:
-        check_convolution(backend, problem, conv2d_sm90, config, here, seed=kernel)
+        check_convolution(backend, problem, CONV2D_SM90, config, here, seed=kernel)
 
 
 def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **options: Any) -> Convolution:
@@ -242,9 +246,9 @@ def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
     nhwc, y_aligned = draw(st.booleans()), draw(st.booleans())
     problem = draw_sm90_problem(draw, 11, [1, 8, 60, 64, 70, 200], 3, nhwc=nhwc, y_aligned=y_aligned)
     here = facts(90, backend)
-    assert conv2d_sm90.refusal(problem, here) is None
-    config = draw(st.sampled_from(conv2d_sm90.configs(problem, here)))
-    check_convolution(backend, problem, conv2d_sm90, config, here, seed=draw(st.integers(0, 99)))
+    assert CONV2D_SM90.refusal(problem, here) is None
+    config = draw(st.sampled_from(CONV2D_SM90.configs(problem, here)))
+    check_convolution(backend, problem, CONV2D_SM90, config, here, seed=draw(st.integers(0, 99)))
 
 
 @ON_HOPPER
@@ -254,7 +258,7 @@ def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int
     sizes = ConvolutionSizes(3, *size, 16, 8, 1, 1, 1, 1, size[1], stride_h=size[0])
     problem = with_strides(sizes, block_size=16, bits=4, weight_offset=False, dtype="float16")
     here = facts(90, backend)
-    for family in (conv2d_sm90, conv2d_sm90_large):
+    for family in (CONV2D_SM90, CONV2D_SM90_LARGE):
         check_convolution(backend, problem, family, family.configs(problem, here)[0], here, seed=1)
 
 
@@ -267,17 +271,17 @@ def test_sm90_refuses_what_a_tensor_map_cannot_read() -> None:
         weight_offset=True,
         dtype="float16",
     )
-    assert conv2d_sm90.refusal(problem, here) is None
-    assert conv2d_sm90.refusal(problem, device.nominal(80)) == "needs sm_90, not sm_80"
-    assert conv2d_sm90.refusal(replace(problem, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
+    assert CONV2D_SM90.refusal(problem, here) is None
+    assert CONV2D_SM90.refusal(problem, device.nominal(80)) == "needs sm_90, not sm_80"
+    assert CONV2D_SM90.refusal(replace(problem, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
     assert "one group, not 2" in str(
-        conv2d_sm90.refusal(replace(problem, sizes=problem.sizes._replace(groups=2)), here)
+        CONV2D_SM90.refusal(replace(problem, sizes=problem.sizes._replace(groups=2)), here)
     )
-    assert "16 channels" in str(conv2d_sm90.refusal(replace(problem, sizes=problem.sizes._replace(channels=8)), here))
-    assert "multiples of 16 channels, not 8" in str(conv2d_sm90.refusal(replace(problem, block_size=8), here))
-    assert "strides" in str(conv2d_sm90.refusal(replace(problem, strides=(0, 896, 64, 1)), here))
+    assert "16 channels" in str(CONV2D_SM90.refusal(replace(problem, sizes=problem.sizes._replace(channels=8)), here))
+    assert "multiples of 16 channels, not 8" in str(CONV2D_SM90.refusal(replace(problem, block_size=8), here))
+    assert "strides" in str(CONV2D_SM90.refusal(replace(problem, strides=(0, 896, 64, 1)), here))
     far = problem.sizes._replace(dilation_h=200, dilation_w=200, pad_h=200, pad_w=200)
-    assert "shared memory" in str(conv2d_sm90.refusal(replace(problem, sizes=far), here))
+    assert "shared memory" in str(CONV2D_SM90.refusal(replace(problem, sizes=far), here))
 
 
 def test_many_pixels_are_for_conv2d_sm90_large() -> None:
@@ -289,15 +293,15 @@ def test_many_pixels_are_for_conv2d_sm90_large() -> None:
         weight_offset=True,
         dtype="float16",
     )
-    assert conv2d_sm90_large.refusal(many, here) is None
+    assert CONV2D_SM90_LARGE.refusal(many, here) is None
     chosen = select.choose(many, here)
     assert chosen.name == "conv2d_sm90_large"
     assert chosen.config.halo  # type: ignore[attr-defined]
-    assert "NHWC" in str(conv2d_sm90_large.refusal(replace(many, nhwc=False), here))
-    assert "16 bytes" in str(conv2d_sm90_large.refusal(replace(many, y_aligned=False), here))
-    assert "needs sm_90" in str(conv2d_sm90_large.refusal(many, device.nominal(80)))
+    assert "NHWC" in str(CONV2D_SM90_LARGE.refusal(replace(many, nhwc=False), here))
+    assert "16 bytes" in str(CONV2D_SM90_LARGE.refusal(replace(many, y_aligned=False), here))
+    assert "needs sm_90" in str(CONV2D_SM90_LARGE.refusal(many, device.nominal(80)))
     few = many.sizes._replace(batch=1, height=15, width=17, out_h=15, out_w=17)
-    assert conv2d_sm90_large.refusal(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
+    assert CONV2D_SM90_LARGE.refusal(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
     assert select.choose(replace(many, sizes=few), here).name == "conv2d_sm90"
 
 
@@ -314,9 +318,9 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
     assert (chosen.name == "conv2d_sm80") == (problem.sizes.stride_w > 8)
     for tensor_map in chosen.plan.maps:
         check_map(tensor_map, 0)
-    reason = conv2d_sm90.refusal(problem, here)
+    reason = CONV2D_SM90.refusal(problem, here)
     assert reason is None or "strides of up to 8 pixels" in reason
-    assert (reason is None) == (conv2d_sm90_large.refusal(problem, here) is None)
+    assert (reason is None) == (CONV2D_SM90_LARGE.refusal(problem, here) is None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -334,11 +338,11 @@ def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
         assert dense.strides == (9 * 8 * 16, 2 * 8 * 16, 3 * 16, 1)
     assert replace(problem, sizes=sizes._replace(pad_w=1)).without_stride().sizes.pad_w == 1
     here = facts(arch, backend)
-    families: list[AnyFamily] = [conv2d_simt]
+    families: list[AnyFamily] = [CONV2D_SIMT]
     if arch >= 80:
-        families.append(conv2d_sm80)
+        families.append(CONV2D_SM80)
     if arch == 90:
-        families += [conv2d_sm90, conv2d_sm90_large]
+        families += [CONV2D_SM90, CONV2D_SM90_LARGE]
     for family in families:
         check_convolution(backend, problem, family, family.configs(dense, here)[0], here, seed=after)
 
@@ -364,14 +368,14 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
     assert all(c.name == "conv2d_sm80" for c in chosen)
     assert chosen[0].config.split_k == 1
     assert chosen[1].config.split_k > 1
-    assert conv2d_sm80.refusal(many, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
-    assert conv2d_sm80.refusal(many, h100) == "is replaced by conv2d_sm90"
-    assert conv2d_simt.refusal(many, a100) == "is replaced by the tensor-core kernels, which support this problem"
-    refusal = conv2d_sm80.refusal
+    assert CONV2D_SM80.refusal(many, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
+    assert CONV2D_SM80.refusal(many, h100) == "is replaced by conv2d_sm90"
+    assert CONV2D_SIMT.refusal(many, a100) == "is replaced by the tensor-core kernels, which support this problem"
+    refusal = CONV2D_SM80.refusal
     assert refusal(replace(many, dtype="float32"), a100) == "takes x of float16 or bfloat16, not float32"
     assert "multiple of 16 bytes" in str(refusal(replace(many, aligned=False), a100))
     assert "multiples of 8 channels, not 12" in str(refusal(replace(many, block_size=12), a100))
-    for family in (conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large):
+    for family in (CONV2D_SIMT, CONV2D_SM80, CONV2D_SM90, CONV2D_SM90_LARGE):
         reason = family.refusal(replace(many, activation="silu"), h100)
         assert reason == "has no activation silu, only clamp"
     depthwise = with_strides(

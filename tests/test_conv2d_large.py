@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.kernels.conv2d import conv2d_gemm, conv2d_sm90_large
+from cupy_awq.kernels.conv2d import conv2d_sm90_large
+from cupy_awq.kernels.conv2d.conv2d_gemm import CONV2D_GEMM
+from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE
 from cupy_awq.kernels.conv2d.problem import EPILOGUE_ACTIVATIONS, ConvolutionSizes
 from cupy_awq.runtime import device
 from tests.test_conv2d import ON_HOPPER, check_convolution, draw_sm90_problem, with_strides
@@ -23,7 +25,7 @@ def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: s
     sizes = ConvolutionSizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
-    found = conv2d_sm90_large.configs(problem, here)
+    found = CONV2D_SM90_LARGE.configs(problem, here)
     # The 81 pixels of an image do not fill a tile of 256.
     assert {c.pixels for c in found if not c.halo} == set(conv2d_sm90_large.PIXELS[: 7 if kernel == 1 else 6])
     assert {c.pixels for c in found if c.halo} == {pixels for pixels, _ in conv2d_sm90_large.HALO_PIXELS if kernel == 3}
@@ -33,7 +35,7 @@ def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: s
     assert ((3, 1, 1) in forms, (4, 1, 1) in forms) == ((False, True) if outputs == 200 else (False, False))
     # The simulator runs every fifth configuration.
     for config in found if backend == "gpu" else found[outputs % 5 :: 5]:
-        check_convolution(backend, problem, conv2d_sm90_large, config, here, seed=kernel)
+        check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=kernel)
 
 
 @ON_HOPPER
@@ -43,10 +45,10 @@ def test_three_and_four_warpgroups_along_outputs(backend: str, outputs: int) -> 
     sizes = ConvolutionSizes(3, 9, 9, 24, outputs, 1, 1, 1, 9, 9)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16", bias_dtype="float32")
     here = replace(facts(90, backend), sm_count=2)
-    found = [c for c in conv2d_sm90_large.configs(problem, here) if c.wg_co > 2]
+    found = [c for c in CONV2D_SM90_LARGE.configs(problem, here) if c.wg_co > 2]
     assert {(c.wg_co, c.ctas_per_sm) for c in found} == ({(4, 1)} if outputs > 192 else {(3, 1), (3, 2), (4, 1)})
     for config in found:
-        check_convolution(backend, problem, conv2d_sm90_large, config, here, seed=outputs)
+        check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=outputs)
 
 
 @ON_HOPPER
@@ -59,19 +61,19 @@ def test_boxes_for_all_taps_of_a_strided_convolution(backend: str, stride: tuple
     sizes = ConvolutionSizes(1, 17, 20, 130, 72, 1, 3, 3, *out, *stride, pad, pad, dilation, dilation)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="bfloat16", bias_dtype="float32")
     here = facts(90, backend)
-    found = [c for c in conv2d_sm90_large.configs(problem, here) if c.halo]
+    found = [c for c in CONV2D_SM90_LARGE.configs(problem, here) if c.halo]
     assert {c.split_k for c in found} == {1, 2, 4}
     for config in found if backend == "gpu" else found[pad::5]:
-        check_convolution(backend, problem, conv2d_sm90_large, config, here, seed=pad)
+        check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=pad)
 
 
 def test_a_stride_of_3_needs_a_box_for_each_tap() -> None:
     sizes = ConvolutionSizes(2, 28, 28, 64, 64, 1, 3, 3, 13, 13, 2, 2)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
-    assert any(c.halo for c in conv2d_sm90_large.configs(problem, device.nominal(90)))
+    assert any(c.halo for c in CONV2D_SM90_LARGE.configs(problem, device.nominal(90)))
     sizes = sizes._replace(out_h=9, stride_h=3)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
-    assert not any(c.halo for c in conv2d_sm90_large.configs(problem, device.nominal(90)))
+    assert not any(c.halo for c in CONV2D_SM90_LARGE.configs(problem, device.nominal(90)))
 
 
 @ON_HOPPER
@@ -82,8 +84,8 @@ def test_any_sm90_large_convolution(backend: str, data: st.DataObject) -> None:
     draw = data.draw
     problem = draw_sm90_problem(draw, 20, [8, 64, 72, 200], 5)
     here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
-    config = draw(st.sampled_from(conv2d_sm90_large.configs(problem, here)))
-    check_convolution(backend, problem, conv2d_sm90_large, config, here, seed=draw(st.integers(0, 99)))
+    config = draw(st.sampled_from(CONV2D_SM90_LARGE.configs(problem, here)))
+    check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=draw(st.integers(0, 99)))
 
 
 @ON_HOPPER
@@ -108,31 +110,31 @@ def test_any_pointwise_convolution_as_a_gemm(backend: str, data: st.DataObject) 
         pitch = channels + 8
         problem = replace(problem, strides=(height * width * pitch, width * pitch, pitch, 1))
     here = facts(90, backend)
-    assert conv2d_gemm.refusal(problem, here) is None
-    config = draw(st.sampled_from(conv2d_gemm.configs(problem, here)))
-    check_convolution(backend, problem, conv2d_gemm, config, here, seed=draw(st.integers(0, 99)))
+    assert CONV2D_GEMM.refusal(problem, here) is None
+    config = draw(st.sampled_from(CONV2D_GEMM.configs(problem, here)))
+    check_convolution(backend, problem, CONV2D_GEMM, config, here, seed=draw(st.integers(0, 99)))
 
 
 def test_what_is_not_a_gemm() -> None:
     here = device.nominal(90)
     sizes = ConvolutionSizes(2, 14, 14, 128, 64, 1, 1, 1, 14, 14)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
-    assert conv2d_gemm.refusal(problem, here) is None
-    assert "needs sm_90" in str(conv2d_gemm.refusal(problem, device.nominal(80)))
-    assert "not float32" in str(conv2d_gemm.refusal(replace(problem, dtype="float32"), here))
-    assert "not 8 bits" in str(conv2d_gemm.refusal(replace(problem, bits=8), here))
-    assert "NHWC" in str(conv2d_gemm.refusal(replace(problem, y_aligned=False), here))
+    assert CONV2D_GEMM.refusal(problem, here) is None
+    assert "needs sm_90" in str(CONV2D_GEMM.refusal(problem, device.nominal(80)))
+    assert "not float32" in str(CONV2D_GEMM.refusal(replace(problem, dtype="float32"), here))
+    assert "not 8 bits" in str(CONV2D_GEMM.refusal(replace(problem, bits=8), here))
+    assert "NHWC" in str(CONV2D_GEMM.refusal(replace(problem, y_aligned=False), here))
     assert "multiple of 64, not 72" in str(
-        conv2d_gemm.refusal(replace(problem, sizes=sizes._replace(channels=72)), here)
+        CONV2D_GEMM.refusal(replace(problem, sizes=sizes._replace(channels=72)), here)
     )
-    assert "not 48" in str(conv2d_gemm.refusal(replace(problem, block_size=48), here))
+    assert "not 48" in str(CONV2D_GEMM.refusal(replace(problem, block_size=48), here))
     few = with_strides(
         ConvolutionSizes(1, 4, 8, 128, 64, 1, 1, 1, 4, 8), block_size=32, bits=4, weight_offset=True, dtype="float16"
     )
-    assert "needs 33 pixels of y, not 32" in str(conv2d_gemm.refusal(few, here))
+    assert "needs 33 pixels of y, not 32" in str(CONV2D_GEMM.refusal(few, here))
     for change in ({"kernel_h": 3, "kernel_w": 3, "pad_h": 1, "pad_w": 1}, {"pad_h": 1, "out_h": 16}):
-        assert "1x1 filter" in str(conv2d_gemm.refusal(replace(problem, sizes=sizes._replace(**change)), here))
+        assert "1x1 filter" in str(CONV2D_GEMM.refusal(replace(problem, sizes=sizes._replace(**change)), here))
     strided = replace(problem, sizes=sizes._replace(stride_h=2, stride_w=2, out_h=7, out_w=7)).without_stride()
-    assert "single row" in str(conv2d_gemm.refusal(strided, here))
+    assert "single row" in str(CONV2D_GEMM.refusal(strided, here))
     with_gaps = replace(problem, strides=(15 * 14 * 128, 14 * 128, 128, 1))
-    assert "single row" in str(conv2d_gemm.refusal(with_gaps, here))
+    assert "single row" in str(CONV2D_GEMM.refusal(with_gaps, here))

@@ -16,7 +16,7 @@ import pytest
 
 from cupy_awq import llm
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.llm import ModelConfig
 from cupy_awq.llm.decoder.build import build_model
@@ -31,7 +31,7 @@ from tests import llm_models
 from tests.conftest import forget_tuned
 
 H100 = device.nominal(90)
-SOME = select.candidates(Problem(1, 4096, 4096, 128, repacked=True), H100)["gemm_sm90"]
+SOME = select.candidates(Problem(1, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS)), H100)["gemm_sm90"]
 assert not isinstance(SOME, str)
 FIRST, SECOND, THIRD = SOME[:3]
 
@@ -83,7 +83,7 @@ def test_the_tables_name_the_configurations_and_the_times() -> None:
     head, row, _, *times = decode_tuning.render(steps).splitlines()
     assert head.split() == ["shape", "fastest", "configuration", "sequences"]
     assert row.startswith("4096x6144")
-    assert tuned.label(FIRST.family, FIRST.config) in row
+    assert FIRST.family.label(FIRST.config) in row
     assert [line.split()[-1] for line in times] == ["gain", "1.08x", "none"]
     assert [line.split()[-1] for line in decode_tuning.render(steps[1:]).splitlines()] == ["gain", "none"]
 
@@ -229,7 +229,7 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     for sequences in (1, 6):
         for shape, choice in choices(sequences).items():
             worst = autotune.ranked(choice.problem, facts, 10_000)[-1]
-            slowest.setdefault(shape, {})[str(sequences)] = tuned.label(worst.family, worst.config)
+            slowest.setdefault(shape, {})[str(sequences)] = worst.family.label(worst.config)
     assert len(slowest) == 4
     tuned.write(facts, slowest)
     forget_tuned()
@@ -239,5 +239,5 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     assert found.keys() == slowest.keys()
     assert found != slowest
     for sequences in (1, 6):
-        used = {shape: tuned.label(choice.family, choice.config) for shape, choice in choices(sequences).items()}
+        used = {shape: choice.family.label(choice.config) for shape, choice in choices(sequences).items()}
         assert used == {shape: entries[str(sequences)] for shape, entries in found.items()}

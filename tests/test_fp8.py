@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from cupy_awq import BlockQuantizedWeight, block_reference, from_packed, linear_fp8, linear_int8
 from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.int8 import gemm_int8_sm90, quantize_fp8
+from cupy_awq.kernels.int8 import quantize_fp8
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM80
-from cupy_awq.kernels.int8.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
 from cupy_awq.kernels.int8.problem import Int8Problem, fp8_block_size, fp8_refusal
-from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization, half_sum_stride
+from cupy_awq.kernels.int8.quantize_fp8 import QUANTIZE_FP8, Fp8Quantization, half_sum_stride
 from cupy_awq.ops.quantized_linear import check_layer
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight as random_awq
@@ -146,10 +146,10 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
     wanted = block_reference.quantize_fp8(x, block_size)
     problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding)
     names = ("codes", "scale", "sums")
-    (config,) = quantize_fp8.configs(problem, facts(90, backend))
+    (config,) = QUANTIZE_FP8.configs(problem, facts(90, backend))
     for threads in (config.threads, quantize_fp8.MANY_ROWS_THREADS):
         out = [np.full_like(a, 77) for a in wanted]
-        plan = quantize_fp8.plan(quantize_fp8.QuantizeFp8Config(threads), problem, facts(90, backend))
+        plan = QUANTIZE_FP8.plan(quantize_fp8.QuantizeFp8Config(threads), problem, facts(90, backend))
         half_sums = np.full((m + 4, half_sum_stride(k, block_size)), 77, np.float16)
         runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True)), "half_sums": half_sums})
         blocks = wanted[2].shape[1]
@@ -190,7 +190,7 @@ def test_quantize_fp8_gives_the_bits_of_the_reference(
 )
 def test_threads_of_quantize_fp8_keep_their_part_of_a_row(m: int, k: int, dtype: str, threads: int) -> None:
     """The fewest threads with the fewest rounds: 8200 columns take two rounds of 544 threads."""
-    (config,) = quantize_fp8.configs(Fp8Quantization(m, k, 128, dtype, k), facts(90, "latest"))
+    (config,) = QUANTIZE_FP8.configs(Fp8Quantization(m, k, 128, dtype, k), facts(90, "latest"))
     assert config.threads == threads
 
 
@@ -284,7 +284,7 @@ def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     assert fp8_refusal(block_size, k, facts(90, backend)) is None
     weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block_size, 4, offsets)
-    check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(*config), weight, seed=m)
+    check_fp8_product(backend, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(*config), weight, seed=m)
 
 
 @pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
@@ -295,7 +295,7 @@ def test_zero_points_are_added_to_e4m3_codes(backend: str) -> None:
     weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, block_size=128)
     assert weight.zero_points is not None
     problem = fp8_problem(70, 300, 272, 128, "float32")
-    check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 2), weight, seed=0)
+    check_fp8_product(backend, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 2), weight, seed=0)
 
 
 # m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, split_k

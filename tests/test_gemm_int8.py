@@ -16,13 +16,13 @@ from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_in
 from cupy_awq.activation import Activation
 from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.int8 import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows
+from cupy_awq.kernels.int8 import gemm_int8_sm90
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
-from cupy_awq.kernels.int8.gemm_int8_simt import GemmInt8SimtConfig
-from cupy_awq.kernels.int8.gemm_int8_sm90 import GemmInt8Sm90Config
-from cupy_awq.kernels.int8.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8.gemm_int8_simt import GEMM_INT8_SIMT, GemmInt8SimtConfig
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemv_int8 import GEMV_INT8, GemvInt8Config
 from cupy_awq.kernels.int8.problem import EPILOGUE_ACTIVATIONS, Int8Problem, layout_refusal
-from cupy_awq.kernels.int8.quantize_rows import RowQuantization
+from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS, RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device
@@ -66,7 +66,7 @@ def check_quantize_rows(
     problem = RowQuantization(m, k, block, dtype, symmetric, half_even, wide, stride)
     names = ("codes", "scale", "offset", "sums")
     gpu = facts(arch, backend)
-    plan = quantize_rows.plan(quantize_rows.configs(problem, gpu)[0], problem, gpu)
+    plan = QUANTIZE_ROWS.plan(QUANTIZE_ROWS.configs(problem, gpu)[0], problem, gpu)
     runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True))})
     for name, got, expected in zip(names, out, wanted, strict=True):
         np.testing.assert_array_equal(got, expected, err_msg=name)
@@ -191,12 +191,12 @@ def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
     stride = problem.n + draw(st.sampled_from([0, 1, 2]))
     problem = replace(problem, even=stride % 2 == 0, y_stride=stride)
     gpu = facts(arch, backend)
-    family: AnyFamily = gemm_int8_simt
+    family: AnyFamily = GEMM_INT8_SIMT
     config: Config = GemmInt8SimtConfig()
     if kind == "gemv":
         assert layout_refusal(problem) is None
         rows = draw(st.sampled_from([rows for rows in (2, 4, 8) if rows >= problem.m]))
-        family = gemv_int8
+        family = GEMV_INT8
         config = GemvInt8Config(rows, draw(st.integers(1, 3)))
     elif kind == "mma":
         family = MMA[arch]
@@ -228,9 +228,9 @@ def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, ca
     *sizes, split_k = case
     problem = Int8Problem(*sizes, "float16", "float32", "clamp", (-0.5, 0.75), y_stride=sizes[1] + 1)
     gpu = facts(arch, backend)
-    config = replace(gemv_int8.configs(problem, gpu)[0], split_k=split_k)
+    config = replace(GEMV_INT8.configs(problem, gpu)[0], split_k=split_k)
     weight_block = problem.k if problem.blocks == 1 else 2 * problem.block_size
-    check_product(backend, problem, gemv_int8, config, gpu, weight_block, seed=1)
+    check_product(backend, problem, GEMV_INT8, config, gpu, weight_block, seed=1)
 
 
 # m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k,
@@ -268,7 +268,7 @@ def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
     assert gemm_int8_sm90.block_refusal(problem) is None
     weight_block = k if problem.blocks == 1 else 2 * block
     gpu = facts(90, backend)
-    check_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(*config), gpu, weight_block, seed=m)
+    check_product(backend, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(*config), gpu, weight_block, seed=m)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -280,8 +280,8 @@ def test_gemm_int8_sm90_with_one_scale_per_row_of_x(backend: str, sizes: tuple[i
     problem = Int8Problem(*shape, 4, False, zero_points, "float16", "float32", **kind)
     config = GemmInt8Sm90Config(cluster, 2)
     gpu = facts(90, backend)
-    assert "x_row_scale" in gemm_int8_sm90.plan(config, problem, gpu).buffers
-    check_product(backend, problem, gemm_int8_sm90, config, gpu, problem.block_size, seed=7)
+    assert "x_row_scale" in GEMM_INT8_SM90.plan(config, problem, gpu).buffers
+    check_product(backend, problem, GEMM_INT8_SM90, config, gpu, problem.block_size, seed=7)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -289,7 +289,7 @@ def test_gemm_int8_sm90_with_one_scale_per_row_of_x(backend: str, sizes: tuple[i
 def test_gemm_int8_sm90_adds_zero_points_to_the_codes(backend: str, x_offset: bool) -> None:
     problem = Int8Problem(70, 300, 272, 64, 4, x_offset, True, "float32", zero_points=True)
     config = GemmInt8Sm90Config(1, 2)
-    check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), 64, seed=0)
+    check_product(backend, problem, GEMM_INT8_SM90, config, facts(90, backend), 64, seed=0)
 
 
 def test_zero_points_need_whole_quotients_within_the_range_of_codes() -> None:
@@ -314,7 +314,7 @@ def test_gemm_int8_sm90_reads_codes_row_by_row_whatever_their_strides(bits: int)
     codes = np.random.default_rng(0).integers(0, 1 << bits, (64, 40), dtype=np.uint8)
     columns = BlockQuantizedWeight(codes.T.reshape(40, 1, 1, 64), np.ones((40, 1), np.float32), None, bits=bits)
     problem = Int8Problem(64, 40, 64, 64, bits, False, False, "float16")
-    found = gemm_int8_sm90.prepare_weight(columns, problem)["codes"]
+    found = GEMM_INT8_SM90.prepare_weight(columns, problem)["codes"]
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(found, codes.T.astype(np.int64) - (1 << bits - 1))
 
@@ -340,11 +340,11 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     assert layout_refusal(replace(one, aligned=False)) == "needs xq to start at a multiple of 16 bytes"
     assert layout_refusal(replace(problem, k=96)) == "needs blocks that are multiples of 32 columns, not 36"
     assert layout_refusal(replace(one, activation="silu")) == "has no activation silu, only clamp"
-    assert gemm_int8_simt.refusal(replace(one, activation="silu"), h100) == "has no activation silu, only clamp"
+    assert GEMM_INT8_SIMT.refusal(replace(one, activation="silu"), h100) == "has no activation silu, only clamp"
     expected = "needs blocks of 32, 64, or a multiple of 128 columns, not 96"
-    assert gemm_int8_sm90.refusal(replace(problem, m=64, k=960, block_size=96), h100) == expected
-    assert gemm_int8_sm90.refusal(one, device.nominal(100)) == "needs sm_90, not sm_100"
-    assert gemm_int8_sm90.refusal(one, h100) == "takes 64 rows or more, not 9"
+    assert GEMM_INT8_SM90.refusal(replace(problem, m=64, k=960, block_size=96), h100) == expected
+    assert GEMM_INT8_SM90.refusal(one, device.nominal(100)) == "needs sm_90, not sm_100"
+    assert GEMM_INT8_SM90.refusal(one, h100) == "takes 64 rows or more, not 9"
     assert select.choose(problem, h100).name == "gemm_int8_simt"
     assert select.choose(replace(problem, k=72, block_size=72), h100).name == "gemm_int8_simt"
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv_int8 has no activation silu, only clamp; "):
@@ -365,13 +365,13 @@ def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
     assert [choice.config for choice in choices[:most]] == expected[:most]
     assert all(choice.family is MMA[80] for choice in choices[most:])
     more = select.choose(replace(problem, m=9), gpu)
-    assert more.family is (MMA[arch] if arch >= 75 else gemm_int8_simt)
-    assert select.choose(replace(problem, aligned=False), gpu).family is gemm_int8_simt
-    assert select.choose(replace(problem, block_size=36), gpu).family is gemm_int8_simt
-    assert [gemv_int8.refusal(replace(problem, m=m), gpu) is None for m in (8, 9)] == [True, False]
-    assert [gemv_int8.configs(replace(problem, m=m), gpu)[0] for m in range(1, 9)] == expected
+    assert more.family is (MMA[arch] if arch >= 75 else GEMM_INT8_SIMT)
+    assert select.choose(replace(problem, aligned=False), gpu).family is GEMM_INT8_SIMT
+    assert select.choose(replace(problem, block_size=36), gpu).family is GEMM_INT8_SIMT
+    assert [GEMV_INT8.refusal(replace(problem, m=m), gpu) is None for m in (8, 9)] == [True, False]
+    assert [GEMV_INT8.configs(replace(problem, m=m), gpu)[0] for m in range(1, 9)] == expected
     few_columns = select.choose(replace(problem, n=64, k=28672), gpu)
-    assert few_columns.family is gemv_int8
+    assert few_columns.family is GEMV_INT8
     assert few_columns.config.split_k > 1
     assert select.choose(replace(problem, n=64, k=1024), gpu).config.split_k == 1
 

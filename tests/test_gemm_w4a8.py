@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import BlockQuantizedWeight
-from cupy_awq.kernels.int8 import gemm_w4a8_sm90
-from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GemmW4A8Config
+from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90, GemmW4A8Config
 from cupy_awq.kernels.int8.problem import Int8Problem
 from tests.backends import LANDINGS
 from tests.test_fp8 import check_fp8_product, fp8_problem
@@ -64,8 +63,8 @@ def test_int8(backend: str, kind: str, case: tuple) -> None:
     """Partial tiles, pipelines that wrap around, slices of different lengths, rows that no CTA owns, several tiles."""
     problem, config, weight_block = problem_of(case, kind)
     gpu = facts(90, backend)
-    assert gemm_w4a8_sm90.refusal(problem, gpu) is None
-    check_product(backend, problem, gemm_w4a8_sm90, config, gpu, weight_block, seed=problem.m)
+    assert GEMM_W4A8_SM90.refusal(problem, gpu) is None
+    check_product(backend, problem, GEMM_W4A8_SM90, config, gpu, weight_block, seed=problem.m)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -77,9 +76,9 @@ def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
     full = replace(device, sm_count=2 * ctas // resident)
     roomy = replace(full, sm_count=full.sm_count + 1)
     for here, late in ((full, 0), (roomy, 1)):
-        plan = gemm_w4a8_sm90.plan(config, problem, here)
+        plan = GEMM_W4A8_SM90.plan(config, problem, here)
         assert (plan.grid[0], dict(plan.kernel.defines)["START_NEXT_LATE"]) == (ctas, late)
-        check_product(backend, problem, gemm_w4a8_sm90, config, here, weight_block, seed=late)
+        check_product(backend, problem, GEMM_W4A8_SM90, config, here, weight_block, seed=late)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -97,8 +96,8 @@ def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     weight = BlockQuantizedWeight(codes, scale, offset, block_size=weight_block)
     assert weight.exact_scale_dtype == scale_dtype
     problem = replace(fp8_problem(m, n, k, weight_block, dtype, bias, bias is not None), scale_dtype=scale_dtype)
-    assert gemm_w4a8_sm90.refusal(replace(problem, zero_points=True), facts(90, backend)) is None
-    check_fp8_product(backend, problem, gemm_w4a8_sm90, GemmW4A8Config(*config), weight, seed=m)
+    assert GEMM_W4A8_SM90.refusal(replace(problem, zero_points=True), facts(90, backend)) is None
+    check_fp8_product(backend, problem, GEMM_W4A8_SM90, GemmW4A8Config(*config), weight, seed=m)
 
 
 def test_scales_of_16_bits_are_kept() -> None:

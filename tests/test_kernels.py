@@ -15,8 +15,9 @@ from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.gemm.problem import Problem, Strides
-from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, Strides
+from cupy_awq.kernels.registry import FAMILIES
 from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -87,10 +88,10 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
 
 def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Device) -> np.ndarray:
     """Return the weight of a problem in the repacked layout, written over bytes of ones."""
-    layout = RepackedLayout.of(problem)
+    layout = FragmentLayout.of(problem)
     out = np.full(layout.nbytes, 255, np.uint8)
     tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
-    run(layout.plan(facts), {**tensors, "out": out})
+    run(layout.pack(facts), {**tensors, "out": out})
     return out
 
 
@@ -128,7 +129,7 @@ def check_matmul(
     if problem.bias_dtype:
         bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype])
     residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
-    repacked = repack(run, problem, weight, facts) if problem.repacked else None
+    repacked = repack(run, problem, weight, facts) if FRAGMENTS in problem.layouts else None
     partial_bytes, counters = family.workspace(config, problem)
 
     def spaced(a: np.ndarray) -> np.ndarray:
@@ -147,7 +148,7 @@ def check_matmul(
             a.flags.writeable = name == "y"
     strides = Strides(*(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values()))
     offsets = arrays["qzeros"] if problem.zeros == "float" else None
-    raw = (arrays["qweight"], arrays["scales"], offsets) if problem.has_awq_layout else ()
+    raw = (arrays["qweight"], arrays["scales"], offsets) if AWQ in problem.layouts else ()
     wide = (*raw, arrays["residual"], arrays["y"])
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
@@ -251,7 +252,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     )
     pad = data.draw(st.sampled_from([WHOLE] if problem.n % 32 else [0, 8, WHOLE]))
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90_raw"]
+    family = FAMILIES["gemm_sm90_raw"]
     assert family.refusal(padded(problem, pad), here) is None
     config = data.draw(st.sampled_from(family.configs(padded(problem, pad), here)))
 

@@ -15,7 +15,7 @@ import pytest
 
 from cupy_awq import AwqLinear, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
-from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.llm import LanguageModel, ModelConfig, Sampling
 from cupy_awq.llm.decoder.backend import DecoderOps, ResidualStream
 from cupy_awq.llm.decoder.build import build_model
@@ -150,10 +150,10 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     rng = np.random.default_rng(m)
 
     def layer(k: int, n: int, **options: Any) -> AwqLinear:
-        weight, layout = random_weight(rng, k, n, 64), RepackedLayout(k, n, 64)
+        weight, layout = random_weight(rng, k, n, 64), FragmentLayout(k, n, 64)
         repacked = np.empty(layout.nbytes, np.uint8)
         tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
-        simt.run(layout.plan(device.nominal(90)), {**tensors, "out": repacked})
+        simt.run(layout.pack(device.nominal(90)), {**tensors, "out": repacked})
         monkeypatch.setattr("cupy_awq.linear.repack", lambda weight: RepackedWeight(weight, repacked, 0, False))
         return AwqLinear(weight, **options)
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from cupy_awq.kernels.decoder import decoder as llm
+from cupy_awq.kernels.decoder.decode_attention import UNSPLIT_KEYS, attention_workspace
+from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from tests.backends import BACKENDS, runner
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
@@ -179,7 +181,7 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
     _, kv_heads, capacity, _ = arrays["k"].shape
     sizes = m, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
     plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, **options)
-    partials, counters = llm.attention_workspace(plan, head_dim)
+    partials, counters = attention_workspace(plan, head_dim)
     scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     runner(backend)(plan, {**arrays, **scratch})
     assert not scratch["counters"].any(), "the counters must be zero after the launch"
@@ -203,8 +205,8 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another order.
     """
     rng = np.random.default_rng(heads + head_dim)
-    capacity, element = llm.UNSPLIT_KEYS + 44, DTYPES[dtype]
-    lengths = np.array([0, 32, llm.UNSPLIT_KEYS - 1, llm.UNSPLIT_KEYS, capacity - 1, capacity], np.int32)
+    capacity, element = UNSPLIT_KEYS + 44, DTYPES[dtype]
+    lengths = np.array([0, 32, UNSPLIT_KEYS - 1, UNSPLIT_KEYS, capacity - 1, capacity], np.int32)
     m = len(lengths)
     qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
     q_norm, k_norm = normal(rng, head_dim), normal(rng, head_dim)
@@ -246,7 +248,7 @@ def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, he
     """Merge 18 splits, limited by MIN_SPLIT_KEYS, and as many as the SMs of a GPU take, 14, 4 and 2 on an H100."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
-    lengths = np.array([capacity - 1, 2 * llm.UNSPLIT_KEYS, 2 * llm.UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)
+    lengths = np.array([capacity - 1, 2 * UNSPLIT_KEYS, 2 * UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)
     qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=np.float16)
     k, v = (normal(rng, m, kv_heads, capacity, head_dim, dtype=np.float16) for _ in "kv")
     cos, sin = np.ones((capacity, head_dim // 2), np.float32), np.zeros((capacity, head_dim // 2), np.float32)
@@ -358,7 +360,7 @@ def chosen_by_kernels(
     host_tokens = np.full((m, 2), -7, np.int32)
     plan = llm.plan_sample_token(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
     arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
-    arrays |= {"partials": np.zeros((m, llm.MAX_SAMPLE_CTAS), np.uint64), "counters": counters}
+    arrays |= {"partials": np.zeros((m, MAX_SAMPLE_CTAS), np.uint64), "counters": counters}
     run(plan, {**arrays, "host_tokens": host_tokens})
     assert not counters.any()
     at = np.arange(m), (before + 1) % 2

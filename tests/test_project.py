@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
 import re
 import shlex
 import shutil
@@ -18,6 +19,12 @@ from pathlib import Path
 import pytest
 
 import cupy_awq
+from cupy_awq.kernels.family import AnyFamily, KernelProblem
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.repack import Repacking
+from cupy_awq.kernels.registry import FAMILIES_OF
+from cupy_awq.runtime import device
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cupy_awq"
@@ -40,6 +47,12 @@ NO_CUPY = set(
     ).split()
 )
 """The layers that may not import CuPy, not even inside a function."""
+
+KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "quantization")
+"""The folders of kernels, one an operation."""
+FOREIGN = {("conv2d", "gemm"): {"conv2d_gemm"}, ("decoder", "select"): {"decoder"}}
+"""The modules of a folder that import from another or from the choice: a 1x1 convolution is a GEMM, and the decoder's
+plans are chosen."""
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}
@@ -111,6 +124,94 @@ def test_imports_have_no_cycle_not_even_inside_functions() -> None:
                 graph[module].add(target)
     assert graph["cupy_awq.linear"] >= {"cupy_awq.check", "cupy_awq.weight"}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def kernels_below(folder: str) -> list[Path]:
+    found = sorted((PACKAGE / "kernels" / folder).rglob("*.py"))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("folder", KERNEL_FOLDERS)
+def test_kernels_of_an_operation_import_no_others(folder: str) -> None:
+    """A folder of kernels imports from itself and from the modules beside it, except what FOREIGN allows."""
+    wrong = []
+    for path in kernels_below(folder):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[:2] != ["cupy_awq", "kernels"] or parts[2] == folder:
+                continue
+            of_another = parts[2] in KERNEL_FOLDERS and path.stem not in FOREIGN.get((folder, parts[2]), ())
+            above = parts[2] in ("registry", "select") and path.stem not in FOREIGN.get((folder, parts[2]), ())
+            if of_another or above:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_folders_of_kernels_mirror_those_of_the_device_code() -> None:
+    """`common`, `hopper` and `ptx` hold what several operations share."""
+    shared = {"common", "hopper", "ptx", "__pycache__"}
+    assert set(KERNEL_FOLDERS) == {path.name for path in CUDA.iterdir() if path.is_dir()} - shared
+
+
+def is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+
+
+def comparisons_of_architectures(tree: ast.AST) -> Iterator[ast.Compare]:
+    """Yield the comparisons of an attribute ``arch`` or ``native`` with a number, which may have a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = {side.attr for side in sides if isinstance(side, ast.Attribute)}
+            constants = [
+                side for side in sides if is_number(side) or (isinstance(side, ast.Name) and side.id.isupper())
+            ]
+            if names & {"arch", "native"} and constants:
+                yield node
+
+
+@pytest.mark.parametrize(
+    "text", ["device.arch == 90", "80 <= gpu.native < 90", "device.arch >= ARCH", "90 != a.b.arch"]
+)
+def test_a_comparison_of_an_architecture_is_found(text: str) -> None:
+    assert list(comparisons_of_architectures(ast.parse(text)))
+
+
+def test_architectures_are_compared_in_one_module_alone() -> None:
+    """All others ask for a `Capability`."""
+    owner = PACKAGE / "runtime" / "device.py"
+    found = {path: list(comparisons_of_architectures(ast.parse(read(path)))) for path in PACKAGE.rglob("*.py")}
+    assert not {str(path): [node.lineno for node in nodes] for path, nodes in found.items() if nodes and path != owner}
+
+
+def example_problems(kind: type[KernelProblem]) -> list[KernelProblem]:
+    """Return the common problems of a type; for a GEMM and a repacking, small problems."""
+    if kind is Repacking:
+        return [Repacking(FragmentLayout(128, 128, 128))]
+    if kind is not Problem:
+        return list(kind.common_problems())
+    rows = [Problem(m, 128, 1024, 128, layouts=layouts) for m in (1, 16, 64) for layouts in ((AWQ,), (AWQ, FRAGMENTS))]
+    return [*rows, Problem(16, 128, 1024, 128, layouts=(FRAGMENTS,), batch_invariant=True)]
+
+
+def sources_of(kind: type[KernelProblem], family: AnyFamily) -> set[str]:
+    """Return the sources of a family's kernels for the example problems that it can solve on nominal GPUs."""
+    pairs = itertools.product(map(device.nominal, (60, 75, 80, 90)), example_problems(kind))
+    legal = [(problem, gpu) for gpu, problem in pairs if family.refusal(problem, gpu) is None]
+    if kind is not Problem:
+        legal = legal[:1]
+    plans = [family.plan(config, problem, gpu) for problem, gpu in legal for config in family.configs(problem, gpu)]
+    return {plan.kernel.source for plan in plans}
+
+
+def test_every_registered_family_has_a_source_and_every_source_a_family() -> None:
+    """A source has several kernels for the two kinds of `Conversion` and for sampling."""
+    found = {
+        (kind, name): sources_of(kind, family) for kind, some in FAMILIES_OF.items() for name, family in some.items()
+    }
+    assert not [name for (_, name), sources in found.items() if not sources]
+    assert set().union(*found.values()) == {str(path.relative_to(CUDA)) for path in CUDA.rglob("*.cu")}
 
 
 def test_reading_checkpoints_loads_neither_cupy_nor_the_gpu_layers() -> None:

@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 from cupy_awq import BlockQuantizedWeight
-from cupy_awq.kernels.conv2d import conv2d_sm80, conv2d_sm90, conv2d_sm90_large
-from cupy_awq.kernels.conv2d.conv2d_sm80 import Conv2dSm80Config
-from cupy_awq.kernels.conv2d.conv2d_sm90 import Conv2dSm90Config
-from cupy_awq.kernels.conv2d.conv2d_sm90_large import Conv2dSm90LargeConfig
+from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80, Conv2dSm80Config
+from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90, Conv2dSm90Config
+from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE, Conv2dSm90LargeConfig
 from cupy_awq.kernels.conv2d.problem import ConvolutionSizes
-from cupy_awq.kernels.int8 import gemm_int8_sm90, gemv_int8
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM80
-from cupy_awq.kernels.int8.gemm_int8_sm90 import GemmInt8Sm90Config
-from cupy_awq.kernels.int8.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemv_int8 import GEMV_INT8, GemvInt8Config
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.runtime import device
@@ -232,10 +230,10 @@ def outcome(file: str, landing: str) -> str:
             # Three chunks of channels in two stages of x, with K whole and split in two.
             for split_k in (1, 2):
                 config = Conv2dSm90Config(1, 1, 4, 8, True, 2, 8, split_k, 1)
-                check_convolution(landing, SM90_CONVOLUTION, conv2d_sm90, config, h100, seed=0)
+                check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, config, h100, seed=0)
         elif file == "conv2d/conv2d_sm90_large.cu":
             # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
-            large = conv2d_sm90_large
+            large = CONV2D_SM90_LARGE
             halo = Conv2dSm90LargeConfig(1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
             one_sm = replace(h100, sm_count=1)
             strided = Conv2dSm90LargeConfig(1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
@@ -245,26 +243,26 @@ def outcome(file: str, landing: str) -> str:
                 boxes = Conv2dSm90LargeConfig(1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
                 check_convolution(landing, SM90_CONVOLUTION, large, boxes, h100, seed=0)
         elif file.startswith("conv2d"):
-            check_convolution(landing, CONVOLUTION, conv2d_sm80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
+            check_convolution(landing, CONVOLUTION, CONV2D_SM80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
         elif file == "int8/gemm_int8_sm90.cu":
             # Pipelines that wrap around, and blocks within a stage.
             for k, block_size in ((1040, 128), (272, 64)):
                 problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
-                check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
+                check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
         elif file.startswith("int8/gemm_int8_sm90") and file.endswith("split"):
             # The second tile along m computes rows of the first one again.
             problem = Int8Problem(131, 304, 1936, 128, 4, True, True, "float16")
-            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 8, 2), h100, 128, seed=0)
+            check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 8, 2), h100, 128, seed=0)
         elif file == "int8/gemm_int8_sm90.cu idle":
             problem = Int8Problem(70, 152, 272, 128, 4, False, True, "float16")
-            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 2), h100, 128, seed=0)
+            check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 2), h100, 128, seed=0)
         elif file.startswith("int8/gemm_int8_sm90") and file.endswith("fp8"):
             # Warpgroups with all rows of their columns; two tiles by one CTA.
             weight = random_weight(np.random.default_rng(0), (304, 1, 1, 1040), 128)
             zeros = np.random.default_rng(1).integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype)
             weight = BlockQuantizedWeight(weight.codes, weight.scale, zeros * weight.scale, block_size=128)
             problem = Int8Problem(70, 304, 1040, 128, 4, False, True, "float16", fp8=True)
-            check_fp8_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 1), weight, seed=0)
+            check_fp8_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 1), weight, seed=0)
         elif file.endswith("fp8"):
             weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
             problem = Int8Problem(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
@@ -276,7 +274,7 @@ def outcome(file: str, landing: str) -> str:
         elif file == "int8/gemv_int8.cu":
             # Warps that prefetch several times, and a K that ends within a chunk.
             problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
-            check_product(landing, problem, gemv_int8, GemvInt8Config(4, 2), a100, 64, seed=0)
+            check_product(landing, problem, GEMV_INT8, GemvInt8Config(4, 2), a100, 64, seed=0)
         else:
             # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
             for block_size in (64, 96):

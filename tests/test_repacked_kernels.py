@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns, gemm_sm90_config
-from cupy_awq.kernels.gemm.problem import Fusion, NextWeight, Problem
-from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, NextWeight, Problem
+from cupy_awq.kernels.registry import FAMILIES
 from cupy_awq.packing import unpack_int4
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.device import Device
@@ -45,7 +46,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
         activation=data.draw(st.sampled_from([None, "clamp", *FUNCTIONS])),
         limits=(-0.5, 0.75),
         gated=gated,
-        repacked=True,
+        layouts=(AWQ, FRAGMENTS),
         scale_exponent=data.draw(st.sampled_from([0, 3, 8, 15])),
     )
 
@@ -58,7 +59,7 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
     problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90"]
+    family = FAMILIES["gemm_sm90"]
     configs = family.configs(problem, here)
     ranked = sorted(configs, key=lambda config: (config.scaled, family.estimate_us(config, problem, here)))
     config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
@@ -71,9 +72,9 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
 def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int, k: int, dtype: str) -> None:
     """One and two rows, where unused columns of mma sum up slices of K, with every number of k tiles and split-K."""
-    problem = Problem(m, 72, k, k, dtype, repacked=True)
+    problem = Problem(m, 72, k, k, dtype, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90"]
+    family = FAMILIES["gemm_sm90"]
     configs = {(c.k_tiles, c.split_k): c for c in family.configs(problem, here) if c.weight_tiles == 2}
     assert {k_tiles for k_tiles, _ in configs} >= {1, 2}
     assert {split_k for _, split_k in configs} >= {1, 2}
@@ -87,9 +88,9 @@ def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
     backend: str, m: int, group_size: int, k_tiles: int
 ) -> None:
     """A consumer whose warps are no power of two copies whole rows in passes, and some threads copy nothing."""
-    problem = Problem(m, 264, 1152, group_size, repacked=True)
+    problem = Problem(m, 264, 1152, group_size, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90"]
+    family = FAMILIES["gemm_sm90"]
     fit = [c for c in family.configs(problem, here) if c.name == "gemm_sm90_mma" and c.k_tiles == k_tiles]
     configs = {c.weight_tiles: c for c in fit}
     assert set(configs) == {1, 2, 3, 4, 6, 7, 8}
@@ -104,7 +105,7 @@ def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -
     """K that ends within a weight tile, consumers of every number of warps, strided rows, all epilogues."""
     problem = replace(any_problem(data, [1, 2, 3, 4], 320, 1152), gathers_x=True)
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90"]
+    family = FAMILIES["gemm_sm90"]
     configs = {(c.weight_tiles, c.split_k, c.k_tiles, c.ctas_per_sm): c for c in family.configs(problem, here)}
     config = configs[data.draw(st.sampled_from(sorted(configs)))]
     pad = data.draw(st.sampled_from([0, 8]))
@@ -114,7 +115,7 @@ def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -
 @pytest.mark.slow
 def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_caught() -> None:
     wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, kConsumerThreads);"
-    problem = Problem(3, 192, 1024, 128, repacked=True, gathers_x=True)
+    problem = Problem(3, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), gathers_x=True)
     assert_caught(Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, RACE, problem))
 
 
@@ -135,7 +136,7 @@ def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_cau
     ],
 )
 def test_the_gemm_gathers_few_rows_of_x_where_this_is_faster(change: dict[str, int | str], is_fused: bool) -> None:
-    problem = replace(Problem(1, 4096, 12288, 128, repacked=True, gathers_x=True), **change)
+    problem = replace(Problem(1, 4096, 12288, 128, layouts=(AWQ, FRAGMENTS), gathers_x=True), **change)
     assert gather_columns.is_fused(problem, facts(90, "latest")) == is_fused
     assert not gather_columns.is_fused(problem, facts(80, "latest"))
 
@@ -146,7 +147,7 @@ def test_the_gemm_gathers_few_rows_of_x_where_this_is_faster(change: dict[str, i
 def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
     backend: str, m: int, split_k: int
 ) -> None:
-    problem, family = Problem(m, 632, 256, 128, repacked=True), select.FAMILIES["gemm_sm90"]
+    problem, family = Problem(m, 632, 256, 128, layouts=(AWQ, FRAGMENTS)), FAMILIES["gemm_sm90"]
     device, ctas = facts(90, backend), 10 * split_k
     configs = [c for c in family.configs(problem, device) if (c.weight_tiles, c.split_k) == (2, split_k)]
     config = next(c for c in configs if c.resident(problem, device) > 1)
@@ -184,9 +185,9 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
     """Every number of k tiles in a stage and of consumers, with the fewest stages; K ends within a weight tile."""
     # With short groups and many rows the family scales the weights unless float16 cannot hold the scales.
     scales = dtype if scaled else "float16"
-    problem = Problem(m, 128, k, group_size, dtype, scales, repacked=True, wide_scales=not scaled)
+    problem = Problem(m, 128, k, group_size, dtype, scales, layouts=(AWQ, FRAGMENTS), wide_scales=not scaled)
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90"]
+    family = FAMILIES["gemm_sm90"]
     configs = {
         (c.k_tiles, c.consumers): replace(c, stages=c.consumers * (2 if scaled or c.consumers == 1 else 1))
         for c in family.configs(problem, here)
@@ -214,9 +215,9 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
 )
 def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, name: str, split_k: int) -> None:
     """CTAs that own fewer rows than others, or none; at M = 136 several tiles, of which the last one overlaps."""
-    problem = Problem(m, 200, 1152, 128, repacked=True)
+    problem = Problem(m, 200, 1152, 128, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
-    family = select.FAMILIES["gemm_sm90"]
+    family = FAMILIES["gemm_sm90"]
     configs = [c for c in family.configs(problem, here) if (c.name, c.split_k) == (name, split_k)]
     config = min(configs, key=lambda c: (c.weight_tiles, -c.consumers))
     check_matmul(runner(backend), problem, family, config, here, seed=m)
@@ -227,9 +228,9 @@ def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, nam
 @pytest.mark.parametrize("m", [40, 72, 136, 200])
 def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residual: bool) -> None:
     """Heights whose last 16 rows are 8, with and without a residual; at N = 200, AWQ tensors are not aligned."""
-    problem = Problem(m, n, 256, 128, repacked=True, residual=residual)
+    problem = Problem(m, n, 256, 128, layouts=(AWQ, FRAGMENTS), residual=residual)
     here = replace(facts(90, backend), sm_count=4)
-    family = select.FAMILIES["gemm_sm90_large"]
+    family = FAMILIES["gemm_sm90_large"]
     configs = {(c.block_m, c.warpgroups, c.m64_tiles, c.cluster): c for c in family.configs(problem, here)}
     assert any(config.block_m % 16 == 8 for config in configs.values())
     for config in configs.values():
@@ -240,9 +241,9 @@ def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residu
 @pytest.mark.parametrize("m", [200, pytest.param(136, marks=pytest.mark.slow)])
 def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligned: bool) -> None:
     """ptxas stores accumulators in local memory before wgmma.wait_group, which a simulator of PTX cannot show."""
-    problem = Problem(m, 256, 256, 128, repacked=True, residual=True, aligned=aligned)
+    problem = Problem(m, 256, 256, 128, layouts=(AWQ, FRAGMENTS), residual=True, aligned=aligned)
     here = facts(90, LANDINGS[0])
-    family = select.FAMILIES["gemm_sm90_large"]
+    family = FAMILIES["gemm_sm90_large"]
     kernels = {family.plan(config, problem, here).kernel for config in family.configs(problem, here)}
     assert any(dict(kernel.defines)["STORE_ROWS"] == 16 for kernel in kernels)
     for kernel in kernels:
@@ -255,7 +256,7 @@ def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligne
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, value: float) -> None:
     """Two rows share the mma that sum up x."""
-    problem, run, here = Problem(2, 64, 256, 128, repacked=True), runner(backend), facts(90, backend)
+    problem, run, here = Problem(2, 64, 256, 128, layouts=(AWQ, FRAGMENTS)), runner(backend), facts(90, backend)
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
     repacked = repack(run, problem, weight, here)
@@ -290,8 +291,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),
         activation="silu" if gated else None,
         gated=gated,
-        has_awq_layout=False,
-        repacked=True,
+        layouts=(FRAGMENTS,),
         fusion=Fusion(
             role,
             eps=data.draw(st.sampled_from([1e-6, 0.5])),
@@ -315,7 +315,7 @@ def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> Non
     """Few SMs: several tiles for each CTA, units that clusters share along K, partly empty tiles."""
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
-    family = select.FAMILIES["gemm_sm90_large"]
+    family = FAMILIES["gemm_sm90_large"]
     assert family.refusal(problem, here) is None
     config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.split_k)))
     pad = data.draw(st.sampled_from([0, 8]))
@@ -328,7 +328,7 @@ def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> Non
 @pytest.mark.parametrize("name", ["gemm_sm90", "gemm_sm90_large"])
 def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, scales_dtype: str) -> None:
     """An identity matrix for x gives the weights bit for bit (but for the sign of zero)."""
-    problem = Problem(192, 136, 192, 64, dtype, scales_dtype, repacked=True, scale_exponent=3)
+    problem = Problem(192, 136, 192, 64, dtype, scales_dtype, layouts=(AWQ, FRAGMENTS), scale_exponent=3)
     here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=DTYPES[scales_dtype])
     spread = np.float64(2) ** rng.integers(-8, 3, weight.scales.shape)
@@ -337,7 +337,7 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
     x = np.eye(problem.k).astype(DTYPES[dtype])
     w = rounded_once(float64_weight(weight.qweight, weight.scales, weight.qzeros), dtype)
     repacked = repack(run, problem, weight, here)
-    family = select.FAMILIES[name]
+    family = FAMILIES[name]
     configs = {
         (config.block_m, config.m64_tiles): config
         for config in family.configs(problem, here)
@@ -358,10 +358,10 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
 )
 def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: int, n: int, group_size: int) -> None:
     weight = random_weight(np.random.default_rng(k), k, n, group_size, zeros=zeros)
-    layout = RepackedLayout.of(Problem(1, n, k, group_size, zeros=zeros))
+    layout = FragmentLayout.of(Problem(1, n, k, group_size, zeros=zeros))
     out = np.full(layout.nbytes, 255, np.uint8)
     arrays = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "out": out}
-    runner(backend)(layout.plan(facts(90, backend)), arrays)
+    runner(backend)(layout.pack(facts(90, backend)), arrays)
     codes, scales, points = layout.unpack(out)
     np.testing.assert_array_equal(codes, unpack_int4(weight.qweight))
     np.testing.assert_array_equal(scales, weight.scales.view(np.uint16))

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 import cupy_awq
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm import gather_columns, gemm_sm90_large
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm import gather_columns
+from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.registry import FAMILIES, FAMILIES_OF
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 from tests.tools import operator_table
@@ -84,7 +86,12 @@ def test_clear_cases_choose_the_expected_kernel(
         ("gemm_sm90_raw", Problem(4, 64, 64, 64), 80, "needs sm_90, not sm_80"),
         ("gemm_sm90_raw", Problem(17, 64, 64, 64), 90, "needs M <= 16, not 17"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, "float32"), 90, "takes x of float16 or bfloat16, not float32"),
-        ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "only if the weight has no repacked copy"),
+        (
+            "gemm_sm90_raw",
+            Problem(4, 64, 64, 64, layouts=(AWQ, FRAGMENTS)),
+            90,
+            "only if the weight has no repacked copy",
+        ),
         ("gemm_sm90_raw", Problem(4, 64, 48, 48), 90, "multiple of 32, not 48"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, x_aligned=False), 90, "multiples of 16 bytes"),
         (
@@ -116,8 +123,12 @@ def test_an_unknown_kernel_is_named_with_the_known_ones() -> None:
 def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     _, header, *lines, chosen = cupy_awq.explain(1, 4096, 4096, 128, "float16", arch=75).splitlines()
     assert header.split() == ["kernel", "us", "time", "configuration"]
-    assert [line[3:].split()[0] for line in lines] == list(select.FAMILIES_OF[Problem])
-    assert [line[:2] for line in lines].count("->") == 1
+    runners_up = [line for line in lines if not line[:4].strip()]
+    assert [line[3:].split()[0] for line in lines if line not in runners_up] == list(FAMILIES_OF[Problem])
+    (choice,) = (i for i, line in enumerate(lines) if line.startswith("->"))
+    assert lines[choice + 1 : choice + 3] == runners_up
+    first, second, third = (float(line[3:].split("modelled")[0].split()[-1]) for line in lines[choice : choice + 3])
+    assert first <= second <= third
     assert "needs sm_80 or newer" in "\n".join(lines)
     assert {line.index("modelled") for line in lines if "modelled" in line} == {header.index("time")}
     assert {line.index("needs sm_") for line in lines if "needs sm_" in line} == {header.index("configuration")}
@@ -139,8 +150,8 @@ def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
 @pytest.mark.parametrize(("m", "k", "n"), [(700, 4480, 17984), (155, 4224, 23360), (300, 17152, 1408)])
 def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
     """The clusters that compute each k tile of a unit, listed one by one, give the shares and the shared units."""
-    problem = Problem(m, n, k, 128, repacked=True)
-    configs = [c for c in gemm_sm90_large.configs(problem, device.nominal(90)) if c.stream_k_units]
+    problem = Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS))
+    configs = [c for c in GEMM_SM90_LARGE.configs(problem, device.nominal(90)) if c.stream_k_units]
     assert configs
     for config in configs:
         k_tiles, shares = k // 128, config.stream_k_clusters
@@ -151,7 +162,7 @@ def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
             counts.add(end - begin)
             for at in range(begin, end):
                 units.setdefault(at // k_tiles, set()).add(cluster)
-        text = gemm_sm90_large.describe_work(config, problem)
+        text = GEMM_SM90_LARGE.describe_work(config, problem)
         ((some, shared),) = re.findall(r"take (\S+) k tiles each of \d+ .*?tiles, (\d+) of which are shared", text)
         assert {int(count) for count in some.split("-")} == counts
         assert int(shared) == sum(len(clusters) > 1 for clusters in units.values())
@@ -204,7 +215,7 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
 def test_explain_of_a_layer_with_an_order_says_who_gathers_x(m: int, arch: int, text: str) -> None:
     table, line = cupy_awq.explain(m, 4096, 28672, arch=arch, layer=True, order=True).rsplit("\n", 1)
     assert line.startswith(f"activation order: {text}")
-    problem = Problem(m, 28672, 4096, 128, repacked=arch == 90, gathers_x=True)
+    problem = Problem(m, 28672, 4096, 128, layouts=(AWQ, FRAGMENTS)[: 1 + (arch == 90)], gathers_x=True)
     is_fused = gather_columns.is_fused(problem, device.nominal(arch))
     assert is_fused == ("gathered by the GEMM" in line)
     without = cupy_awq.explain(m, 4096, 28672, arch=arch, layer=True)
@@ -254,7 +265,7 @@ def test_the_table_of_operators_names_existing_tests() -> None:
         file, names = named.split("::")
         source = (folder / file).read_text(encoding="utf-8")
         assert [name for name in names.split(", ") if f"def {name}(" not in source] == []
-    assert operator_table.TESTS.keys() == select.FAMILIES_OF[Problem].keys()
+    assert operator_table.TESTS.keys() == FAMILIES_OF[Problem].keys()
 
 
 def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +295,7 @@ def test_kernels_of_sm_90a_are_refused_on_newer_gpus(monkeypatch: pytest.MonkeyP
 
 @given(m=st.integers(1, 32), n=st.sampled_from([64, 256, 4096]), k=st.sampled_from([64, 256, 4096]))
 def test_few_rows_use_kernels_that_do_not_round_weights(m: int, n: int, k: int) -> None:
-    problem = Problem(m, n, k, 64, repacked=True)
+    problem = Problem(m, n, k, 64, layouts=(AWQ, FRAGMENTS))
     choice = select.choose(problem, device.nominal(90))
     assert choice.name != "gemm_sm90_large"
     assert not getattr(choice.config, "scaled", False)
@@ -296,7 +307,7 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
     """Kernels that scale the accumulators of each group are slower here; they are used only if float16 cannot hold the
     scales."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 4096, 4096, group_size, repacked=True, has_awq_layout=False)
+    problem = Problem(m, 4096, 4096, group_size, layouts=(FRAGMENTS,))
     assert getattr(select.choose(problem, here).config, "scaled", True)
     wide = replace(problem, wide_scales=True)
     assert not select.choose(wide, here).config.scaled
@@ -305,8 +316,8 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
 @pytest.mark.parametrize("m", [33, 64, 65, 128])
 def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, has_awq_layout=False)
-    kinds = {config.scaled for config in select.FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m <= 64}
+    problem = Problem(m, 8192, 8192, 128, "bfloat16", layouts=(FRAGMENTS,))
+    kinds = {config.scaled for config in FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m <= 64}
     assert kinds == {False}
     if m <= 64:
         assert not select.choose(problem, here).config.scaled
@@ -315,8 +326,8 @@ def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -
 @pytest.mark.parametrize("m", [65, 128, 129, 512])
 def test_split_scales_have_no_tiles_of_128_rows_and_one_m64_tile(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, has_awq_layout=False)
+    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", layouts=(FRAGMENTS,))
     for scales_dtype in ("bfloat16", "float16"):
-        configs = select.FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
+        configs = FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
         narrow = any(config.block_m <= 128 and config.m64_tiles == 1 for config in configs)
         assert narrow == (m <= 128 or scales_dtype == "bfloat16")

@@ -16,8 +16,9 @@ from cupy_awq.check import HOST
 from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.dequantize.dequantize import Dequantization
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.gemm.problem import Fusion, Problem, next_power_of_two
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
+from cupy_awq.kernels.tiling import next_power_of_two
 from cupy_awq.runtime import device, placement
 from cupy_awq.tools import autotune as tune
 from cupy_awq.tools.operations import Settings, typical_problem
@@ -40,7 +41,7 @@ def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder:
     assert not isinstance(some, str)
     family, config, _ = some[-1]
     assert config != before.config
-    path = tuned.write(A100, {"4096x4096": {"4": tuned.label(family, config)}})
+    path = tuned.write(A100, {"4096x4096": {"4": family.label(config)}})
     assert path.parent == tuned_folder
     forget_tuned()
     assert select.choose(PROBLEM, A100).config == config
@@ -57,7 +58,7 @@ def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder:
 def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(tuned_folder: Path) -> None:
     facts = device.nominal(90)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
-    plain = Problem(1, 4096, 4096, 128, repacked=True)
+    plain = Problem(1, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))
     fused = replace(plain, fusion=Fusion("add_to_stream"))
     assert _label(plain, facts) == shipped["4096x4096"]["1"]
     assert _label(fused, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
@@ -75,12 +76,13 @@ def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_muc
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
     for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
-        problem = Problem(m, 12288, 4096, 128, repacked=True)
+        problem = Problem(m, 12288, 4096, 128, layouts=(AWQ, FRAGMENTS))
         choice = select.choose(problem, here)
         families = select.candidates(problem, here).values()
         first = min(some[0].us for some in families if not isinstance(some, str))
-        labels = tuned.labels if m <= select.ONE_TILE_M else lambda *choice: {tuned.label(*choice)}
-        assert (shipped[str(next_power_of_two(m))] in labels(choice.family, choice.config)) == measured
+        own = {choice.family.label(choice.config)}
+        labels = choice.family.labels(choice.config) if m <= select.ONE_TILE_M else own
+        assert (shipped[str(next_power_of_two(m))] in labels) == measured
         assert (choice.tuned is not None) == measured
         assert measured or choice.family.estimate_us(choice.config, problem, here) == first
 
@@ -89,14 +91,14 @@ def test_an_entry_between_powers_of_two_serves_the_rows_up_to_it(tuned_folder: P
     here = device.nominal(90)
 
     def slowest(m: int) -> str:
-        families = select.candidates(replace(PROBLEM, m=m, n=4160, repacked=True), here).values()
+        families = select.candidates(replace(PROBLEM, m=m, n=4160, layouts=(AWQ, FRAGMENTS)), here).values()
         some = max((c for found in families if not isinstance(found, str) for c in found), key=lambda c: c.us)
-        return tuned.label(some.family, some.config)
+        return some.family.label(some.config)
 
     def tuned_at(m: int) -> int:
-        choice = select.choose(replace(PROBLEM, m=m, n=4160, repacked=True), here)
+        choice = select.choose(replace(PROBLEM, m=m, n=4160, layouts=(AWQ, FRAGMENTS)), here)
         assert choice.tuned is not None
-        assert choice.tuned.label in tuned.labels(choice.family, choice.config)
+        assert choice.tuned.label in choice.family.labels(choice.config)
         return choice.tuned.m
 
     tuned.write(here, {"4096x4160": {"32": slowest(32), "64": slowest(64)}})
@@ -110,7 +112,7 @@ def test_an_entry_between_powers_of_two_serves_the_rows_up_to_it(tuned_folder: P
 def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_folder: Path) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     table = f"(shipped table {tuned.file_name(here)})"
-    problem = Problem(600, 12288, 4096, 128, repacked=True)
+    problem = Problem(600, 12288, 4096, 128, layouts=(AWQ, FRAGMENTS))
 
     def reason(problem: KernelProblem, here: device.Device) -> str:
         return select.explain(problem, here).splitlines()[-1].removeprefix("chosen: the lowest modelled time; ")
@@ -120,7 +122,7 @@ def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_fol
     assert missing.startswith("no tuned configuration for 4096x12288 at M=131072, only at M=1, 2, 4, ")
     assert missing.endswith(table)
     assert reason(problem, here).endswith(f", tuned at M=1024 {table}, is not among the legal configurations")
-    assert "CUPY_AWQ_ARCH selects sm_80" in reason(replace(problem, repacked=False), replace(here, arch=80))
+    assert "CUPY_AWQ_ARCH selects sm_80" in reason(replace(problem, layouts=(AWQ,)), replace(here, arch=80))
     assert reason(problem, device.nominal(75)) == "there is no table of tuned configurations for Tesla T4"
     assert (
         reason(RowQuantization(8, 256, 128, "float16", True, False, True, 256), here)
@@ -128,7 +130,7 @@ def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_fol
     )
     candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
     slowest = max(candidates, key=lambda candidate: candidate.us)
-    tuned.write(here, {"4096x12288": {"1024": tuned.label(slowest.family, slowest.config)}})
+    tuned.write(here, {"4096x12288": {"1024": slowest.family.label(slowest.config)}})
     forget_tuned()
     assert reason(problem, here).endswith(", is modelled to be slower than this one at M=600")
 
@@ -137,14 +139,14 @@ def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_fol
 def test_a_tuned_configuration_is_chosen_whatever_the_operation(tuned_folder: Path, op: str) -> None:
     problem, here = typical_problem(op, (256, 512), 3, Settings(HOST, image=14)), device.nominal(80)
     candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
-    labels = [tuned.label(candidate.family, candidate.config) for candidate in candidates]
+    labels = [candidate.family.label(candidate.config) for candidate in candidates]
     assert len(set(labels)) == len(labels)
     before = select.choose(problem, here)
     last = max(candidates, key=lambda candidate: candidate.us)
     assert last.config != before.config
     key = problem.tuning_key
     assert key is not None
-    label = tuned.entry(tuned.label(last.family, last.config), 12.3)
+    label = tuned.entry(last.family.label(last.config), 12.3)
     tuned.write(here, {key.shapes[0]: {str(key.tuned_m): label}})
     forget_tuned()
     choice = select.choose(problem, here)
@@ -168,7 +170,7 @@ def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
 
 def test_candidates_are_forced_by_shape() -> None:
     here = device.nominal(90)
-    plain = Problem(1, 4096, 4096, 128, repacked=True)
+    plain = Problem(1, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))
     fused = replace(plain, fusion=Fusion("add_to_stream"))
     some = select.candidates(fused, here)["gemm_sm90"]
     assert not isinstance(some, str)
@@ -237,9 +239,9 @@ def test_every_shipped_entry_is_legal_on_its_gpu(tuned_folder: Path, name: str) 
         k, n = map(int, size.split("x"))
         for m, label in choices.items():
             for fusion in (Fusion("add_to_stream"), Fusion("rms_norm_x")) if stream else (None,):
-                problem = Problem(int(m), n, k, 128, repacked=True, fusion=fusion)
+                problem = Problem(int(m), n, k, 128, layouts=(AWQ, FRAGMENTS), fusion=fusion)
                 choice = select.choose(problem, facts)
-                assert tuned.label(choice.family, choice.config) == label, (shape, m, fusion)
+                assert choice.family.label(choice.config) == label, (shape, m, fusion)
 
 
 def test_shipped_files_are_plain_json() -> None:
@@ -263,12 +265,12 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     forget_tuned()
     facts = device.of(index)
     path = json.loads((tuned_folder / tuned.file_name(facts)).read_text())
-    labels = [tuned.label(row.best.family, row.best.config) for row in rows]
+    labels = [row.best.family.label(row.best.config) for row in rows]
     entries = [tuned.entry(label, row.us) for label, row in zip(labels, rows, strict=True)]
     assert path == {"512x256": dict(zip(("1", "3"), entries, strict=True))}
     for row in rows:
-        problem = Problem(row.key.tuned_m, 256, 512, 128, repacked=device.of(index).arch == 90)
-        assert _label(problem, facts) == tuned.label(row.best.family, row.best.config)
+        problem = Problem(row.key.tuned_m, 256, 512, 128, layouts=(AWQ, FRAGMENTS)[: 1 + (device.of(index).arch == 90)])
+        assert _label(problem, facts) == row.best.family.label(row.best.config)
         assert select.choose(problem, facts).config == row.best.config
     assert tune.render(rows).count("512x256") == 2
 
@@ -285,9 +287,7 @@ def test_tuning_forces_each_configuration_whatever_the_operation(tuned_folder: P
     assert row.tried <= 4
     assert 0 < row.us <= row.modelled_us
     tune.keep(row, index)
-    assert (
-        tuned.label(row.best.family, row.best.config) in (tuned_folder / tuned.file_name(device.of(index))).read_text()
-    )
+    assert row.best.family.label(row.best.config) in (tuned_folder / tuned.file_name(device.of(index))).read_text()
 
 
 def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leaves() -> None:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import BlockQuantizedWeight
-from cupy_awq.kernels.int8 import gemm_w4a8_sm90
-from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GemmW4A8Config
+from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90, GemmW4A8Config
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime import device
 from tests import simt
@@ -116,9 +115,9 @@ def outcome(landing: str, config: GemmW4A8Config = CONFIG) -> str:
             codes = np.random.default_rng(0).integers(0, 16, (130, 1, 1, 1424), dtype=np.uint8)
             scale = np.random.default_rng(1).uniform(-1, 1, (130, 12)).astype(np.float32)
             weight = BlockQuantizedWeight(codes, scale, -8 * scale, block_size=128)
-            check_fp8_product(landing, OFFSET_PROBLEM, gemm_w4a8_sm90, config, weight, seed=0)
+            check_fp8_product(landing, OFFSET_PROBLEM, GEMM_W4A8_SM90, config, weight, seed=0)
         else:
-            check_product(landing, PROBLEM, gemm_w4a8_sm90, config, device.nominal(90), 128, seed=0)
+            check_product(landing, PROBLEM, GEMM_W4A8_SM90, config, device.nominal(90), 128, seed=0)
     except simt.Fault as fault:
         return fault.kind
     except AssertionError:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a kernel family, through which kernels are chosen, explained, tuned, timed and compiled.
+"""The base classes of problems and kernel families, through which kernels are chosen, explained, tuned and compiled.
 
-A family is a module of this package, or an object with the same attributes where one module holds two families. The
-functions of a family are pure: they take a problem and a `Device` and need no GPU. `cupy_awq.kernels.select` lists the
-families for each type of problem.
+A family is an instance of a subclass of `Family`; `cupy_awq.kernels.registry` lists all of them. The functions of a
+family are pure: they take a problem and a `Device` and need no GPU. A module writes them as plain functions, which its
+subclass takes as static methods, or as methods of the subclass where it has several instances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from cupy_awq.runtime.device import Device
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.tiling import next_power_of_two, next_tuned_m
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 
@@ -41,15 +45,56 @@ class TuningKey(NamedTuple):
     tuned_m: int
 
 
-class KernelProblem(Protocol):
-    """A validated operation, for which a kernel is chosen: a frozen dataclass whose ``str`` describes the operation."""
+class Reduction(NamedTuple):
+    """The arithmetic of one element of y: its rounding, and the order of the additions along K.
+
+    A slice is a contiguous range of K. The products of a slice are added to one accumulator, or to several accumulators
+    in turn. The accumulators of each slice are added up first, then the sums of all slices, both in a fixed order.
+
+    Attributes:
+        math: text that names the instruction and says how scales are applied.
+        slices: the first k tile of each slice.
+        accumulators: number of accumulators per slice.
+        turn: number of successive k tiles that are added to the same accumulator; 0 with one accumulator.
+    """
+
+    math: str
+    slices: tuple[int, ...]
+    accumulators: int = 1
+    turn: int = 0
+
+    def __str__(self) -> str:
+        turns = f", {self.accumulators} accumulators that take turns of {self.turn} k tiles" if self.turn else ""
+        return f"{self.math}, slices of K that begin at k tiles {', '.join(map(str, self.slices))}{turns}"
+
+
+class KernelProblem:
+    """A validated operation, for which a kernel is chosen.
+
+    Subclasses are frozen dataclasses whose ``str`` describes the operation.
+    """
 
     @property
     def tuning_key(self) -> TuningKey | None:
         """The key of the problem in the tuned tables, or None if no family of this problem type is tuned."""
-        ...
+        return None
 
-    def __hash__(self) -> int: ...
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a row of y must not depend on the number of rows."""
+        return False
+
+    def reduction_samples(self) -> tuple[KernelProblem, ...]:
+        """Return problems with the same weight and other numbers of rows, which determine the common `Reduction`.
+
+        They are the same for all problems with this weight. Only a problem that can be ``batch_invariant`` has some.
+        """
+        return ()
+
+    @classmethod
+    def common_problems(cls) -> Iterator[KernelProblem]:
+        """Yield problems of common layers, whose kernels the compile command compiles in advance; by default none."""
+        return iter(())
 
 
 class Config(Protocol):
@@ -61,40 +106,126 @@ class Config(Protocol):
         ...
 
 
-ProblemT = TypeVar("ProblemT", bound=KernelProblem, contravariant=True)
+@dataclass(frozen=True)
+class SoleConfig:
+    """The configuration of a family that has only one, since the problem determines the launch."""
+
+    split_k = 1
+
+
+DERIVED_FIELDS = ("stages", "slices")
+"""The configuration fields that labels omit, because the other fields and the problem determine them."""
+
+ProblemT = TypeVar("ProblemT", bound=KernelProblem)
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-class Family(Protocol[ProblemT, ConfigT]):
-    """A kernel family: kernels with one algorithm, one cost model and one weight layout."""
+class Family(Generic[ProblemT, ConfigT]):
+    """A kernel family: kernels with one algorithm, one cost model and one weight layout.
 
-    @property
-    def NAME(self) -> str:
-        """The name of the family, which ``kernel=`` accepts and `explain` prints."""
-        ...
+    Attributes:
+        NAME: name, which ``kernel=`` accepts and `explain` prints.
+        needs: capabilities that the kernels need of a GPU, for every problem.
+        layout: name of the layout of 4-bit weights that the kernels read (`cupy_awq.kernels.gemm.layouts`), or None if
+            they read none of them.
+    """
+
+    NAME: str
+    needs: tuple[Capability, ...] = ()
+    layout: str | None = None
 
     def refusal(self, problem: ProblemT, device: Device) -> str | None:
         """Return the reason why the family cannot solve the problem on this device, or None if it can.
 
         The reason is a predicate such as "needs M <= 16, not 32", to which messages add the name of the family.
         """
-        ...
+        return device.refusal(self.needs)
 
     def configs(self, problem: ProblemT, device: Device) -> Sequence[ConfigT]:
         """Return every legal configuration for a problem that the family can solve."""
-        ...
+        raise NotImplementedError
 
     def estimate_us(self, config: ConfigT, problem: ProblemT, device: Device) -> float:
         """Return the run time in microseconds that the cost model predicts, which ranks configurations."""
-        ...
+        raise NotImplementedError
 
     def plan(self, config: ConfigT, problem: ProblemT, device: Device) -> LaunchPlan:
         """Return the launch plan of a legal configuration."""
-        ...
+        raise NotImplementedError
 
     def workspace(self, config: ConfigT, problem: ProblemT) -> Workspace:
-        """Return the split-K workspace that a configuration needs."""
-        ...
+        """Return the split-K workspace that a configuration needs; by default none."""
+        return Workspace()
+
+    def prepare_weight(self, weight: BlockQuantizedWeight, problem: ProblemT) -> Mapping[str, Array | None]:
+        """Return the buffers of a block-quantized weight by name, in the layout of the family; by default none.
+
+        They are created on first use and cached in the weight.
+        """
+        return {}
+
+    def reduction(self, config: ConfigT, problem: ProblemT) -> Reduction | None:
+        """Return the order in which a configuration adds up an element of y, or None.
+
+        Configurations for which it is None are not used for batch-invariant problems; this is the default.
+        """
+        return None
+
+    def describe_work(self, config: ConfigT, problem: ProblemT) -> str | None:
+        """Return how the work is divided among the CTAs, which `explain` prints, or None."""
+        return None
+
+    def time_parts(self, config: ConfigT, problem: ProblemT, device: Device) -> object | None:
+        """Return an object whose ``str`` gives the parts of the modelled time, which `explain` prints, or None."""
+        return None
+
+    def label(self, config: ConfigT) -> str:
+        """Return the label of a configuration in a tuned table; group size and dtype do not matter."""
+        return f"{self.NAME}({config_text(config, DERIVED_FIELDS)})"
+
+    def labels(self, config: ConfigT) -> set[str]:
+        """Return the labels that denote a configuration: its own, and those with ``block_m`` rounded up like M.
+
+        Kernels split M rows into tiles of nearly equal height: the configuration for M = 40 that corresponds to tiles
+        of 64 rows at M = 64, and to tiles of 48 rows at M = 48, has tiles of 40 rows.
+        """
+        values = {name: value for name, value in vars(config).items() if name not in DERIVED_FIELDS}
+        found = {self.label(config)}
+        if "block_m" in values:
+            heights = next_tuned_m(values["block_m"]), next_power_of_two(values["block_m"])
+            found |= {f"{self.NAME}({_text({**values, 'block_m': height})})" for height in heights}
+        return found
+
+
+class MemoryBoundProblem(KernelProblem):
+    """A problem whose run time is modelled by the memory that its kernels read and write."""
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that are read and written."""
+        raise NotImplementedError
+
+
+MemoryBoundT = TypeVar("MemoryBoundT", bound=MemoryBoundProblem)
+
+
+class SoleConfigFamily(Family[MemoryBoundT, SoleConfig]):
+    """A kernel family with one configuration per problem, whose modelled time is that of the memory traffic."""
+
+    def configs(self, problem: MemoryBoundT, device: Device) -> Sequence[SoleConfig]:
+        return (SoleConfig(),)
+
+    def estimate_us(self, config: SoleConfig, problem: MemoryBoundT, device: Device) -> float:
+        return problem.nbytes / (device.read_gbs * 1e3)
 
 
 AnyFamily = Family[Any, Any]
+
+
+def config_text(config: Config, without: Sequence[str] = ()) -> str:
+    """Return the fields of a configuration, except ``without``, as ``name=value`` separated by commas."""
+    return _text({name: value for name, value in vars(config).items() if name not in without})
+
+
+def _text(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host code shared by the kernels for Hopper: tensor map of x, constants, power limit, tile heights, clusters."""
+"""Host code shared by the kernels for Hopper: capabilities, residency of CTAs, tile heights, clusters."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, Problem, ceil_div
-from cupy_awq.kernels.gemm.repack import RepackedLayout
-from cupy_awq.runtime.device import Device
-from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
 
+HOPPER = Capability.WGMMA, Capability.TMA, Capability.CLUSTERS, Capability.DEPENDENT_LAUNCH
+"""The capabilities that the kernels for Hopper need."""
 T = TypeVar("T")
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
@@ -19,54 +19,19 @@ CLOCK_MHZ = 1750
 """The SM clock in MHz that converts cycles of cost models to time."""
 MIN_TENSOR_CYCLES = 13
 """The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
-POWER_LIMITED_TFLOPS = 877.0
-"""The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
-ROUNDED_MIN_M = 33
-"""The smallest M for rounded products of weights and scales, as fewer rows promise the bits of unrounded weights."""
+REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
+"""The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
+SCHEDULERS = 4
+"""The number of warp schedulers per SM, each with the same share of the registers."""
+RESERVED_BYTES = 1024
+"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
 CONVERSION_ROWS = 77
 """The number of rows of x whose wgmma instructions take as long as a tile's other work, such as converting weights."""
-
-
-def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
-    """Return the tensor map of x, viewed as [k / 64][m][64], with TMA boxes of shape [boxes][block_m][64]."""
-    m, itemsize = problem.m, ITEMSIZE[problem.dtype]
-    return TensorMap(
-        "x",
-        problem.dtype,
-        dims=(64, m, problem.k // 64),
-        strides=(problem.row_strides.x * itemsize, 64 * itemsize),
-        box=(64, block_m, boxes),
-        swizzle=128,
-    )
-
-
-def repacked_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
-    """Return the compile-time constants (name, value) of a problem for the kernels that read the repacked layout."""
-    return (
-        *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
-        *RepackedLayout.of(problem).defines(),
-        ("ALIGNED", int(problem.aligned)),
-    )
-
-
-def prepare_weight(problem: Problem, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
-    """Return the launch plan that repacks the weight of a problem; see `RepackedLayout.plan`."""
-    return RepackedLayout.of(problem).plan(device, strides)
 
 
 def p_norm(values: Iterable[float], exponent: float) -> float:
     """Return the p-norm of times that overlap, a smooth maximum."""
     return float(sum(value**exponent for value in values) ** (1 / exponent))
-
-
-def power_limited_us(work_us: float, problem: Problem) -> float:
-    """Return the run time in microseconds, under the power limit, of work that takes ``work_us`` at full clock.
-
-    The result is a smooth maximum of ``work_us`` and the time at POWER_LIMITED_TFLOPS: the clock rises while some SMs
-    are idle, so the limit is gradual.
-    """
-    power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
-    return p_norm((work_us, power_us), 3)
 
 
 def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
@@ -144,6 +109,36 @@ def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
     return split_k > 2 and tiles * split_k > device.sm_count
 
 
-def has_split_scales(problem: Problem) -> bool:
-    """Return whether each float16 scale is split into two bfloat16 values, at two more instructions per weight pair."""
-    return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")
+def available_ctas(threads: int, registers: int) -> int:
+    """Return how many CTAs an SM has registers for, with ``threads`` threads per CTA and ``registers`` per thread.
+
+    Registers are counted for a multiple of four warps, one per scheduler, and of 8 registers per thread. That is a
+    lower bound: warps of several CTAs may fill the schedulers evenly.
+
+    >>> available_ctas(288, 72), available_ctas(544, 72)
+    (2, 1)
+    """
+    return REGISTERS_PER_SM // (ceil_div(threads, 128) * 128 * (ceil_div(registers, 8) * 8))
+
+
+def resident_ctas(device: Device, shared_bytes: int, threads: int, register_ctas: int) -> int:
+    """Return the largest number of resident CTAs per SM, at least 1.
+
+    Args:
+        device: the GPU.
+        shared_bytes: dynamic shared memory per CTA in bytes.
+        threads: number of threads per CTA.
+        register_ctas: number of CTAs for which an SM has registers.
+    """
+    fitting = device.shared_bytes_per_sm // (shared_bytes + RESERVED_BYTES)
+    return max(1, min(fitting, THREADS_PER_SM // threads, register_ctas))
+
+
+def most_stages(counts: range, ctas_per_sm: int, device: Device, shared_bytes: Callable[[int], int]) -> int | None:
+    """Return the largest of ``counts`` with which ``ctas_per_sm`` CTAs fit in the shared memory of an SM, or None.
+
+    ``shared_bytes`` returns the shared memory per CTA for a number of stages.
+    """
+    limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
+    fitting = bisect.bisect_right(counts, limit, key=shared_bytes)
+    return counts[fitting - 1] if fitting else None

@@ -12,64 +12,23 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from cupy_awq.kernels import tuned
-from cupy_awq.kernels.conv2d import conv2d_gemm, conv2d_int8, conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large
-from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d.problem import Convolution
-from cupy_awq.kernels.dequantize import dequantize, int_to_fp16
-from cupy_awq.kernels.dequantize.dequantize import Dequantization
-from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
-from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
-from cupy_awq.kernels.gemm import gemm_simt, gemm_sm90, gemm_sm90_large, gemm_sm90_raw
-from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM75, GEMM_SM80
-from cupy_awq.kernels.gemm.gemv import GEMM_SMALL, GEMV
+from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, Reduction, config_text
+from cupy_awq.kernels.gemm.layouts import LAYOUTS
 from cupy_awq.kernels.gemm.problem import Problem
-from cupy_awq.kernels.gemm.reduction import Reduction, reduction_of
-from cupy_awq.kernels.int8 import gemm_int8_simt, gemm_int8_sm90, gemm_w4a8_sm90, gemv_int8, quantize_fp8, quantize_rows
-from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
-from cupy_awq.kernels.int8.problem import Int8Problem
-from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization
-from cupy_awq.kernels.int8.quantize_rows import RowQuantization
+from cupy_awq.kernels.registry import FAMILIES_OF
 from cupy_awq.kernels.tuned import TunedConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 
-_REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
-    Problem: (
-        GEMV,
-        GEMM_SMALL,
-        gemm_simt,
-        GEMM_SM75,
-        GEMM_SM80,
-        gemm_sm90_raw,
-        gemm_sm90,
-        gemm_sm90_large,
-    ),
-    Dequantization: (dequantize,),
-    Conversion: (int_to_fp16,),
-    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_w4a8_sm90, gemm_int8_sm90, gemm_int8_simt),
-    RowQuantization: (quantize_rows,),
-    Fp8Quantization: (quantize_fp8,),
-    Convolution: (conv2d_gemm, conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
-    Int8Convolution: (conv2d_int8,),
-}
-
-FAMILIES_OF: dict[type, dict[str, AnyFamily]] = {
-    problem: {family.NAME: family for family in some} for problem, some in _REGISTERED.items()
-}
-"""The kernel families by problem type, then by name."""
-
-FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() for name, family in some.items()}
-"""All kernel families, by name."""
-
 ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
-SAMPLED_M = (1, 8, 16, 64, 512, 2048)
-"""The values of M at which `choose_reduction` compares run times; each stands for other M with similar CTA tiles."""
+RUNNERS_UP = 2
+"""The number of further configurations of the chosen family that `explain` shows."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.
@@ -90,6 +49,11 @@ class Candidate(NamedTuple):
     family: AnyFamily
     config: Config
     us: float
+
+    @property
+    def label(self) -> str:
+        """The label of the configuration in a tuned table."""
+        return self.family.label(self.config)
 
 
 @dataclass(frozen=True)
@@ -121,6 +85,22 @@ def families(problem: KernelProblem) -> dict[str, AnyFamily]:
     return FAMILIES_OF[type(problem)]
 
 
+def weight_layouts(k: int, n: int, group_size: int, scales_dtype: str, zeros: str, device: Device) -> tuple[str, ...]:
+    """Return the names of the layouts in which `AwqLinear` stores a weight: those that kernels read on the GPU.
+
+    The arguments are the fields of `WeightLayout`, and the GPU.
+
+    >>> from cupy_awq.runtime.device import nominal
+    >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(90))
+    ('awq', 'fragments')
+    >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(80))
+    ('awq',)
+    """
+    read = {family.layout for family in FAMILIES_OF[Problem].values() if device.refusal(family.needs) is None}
+    forms = {name: layout(k, n, group_size, scales_dtype, zeros) for name, layout in LAYOUTS.items()}
+    return tuple(name for name, form in forms.items() if name in read and form.refusal() is None)
+
+
 def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:
     """Return, by family name, the legal configurations (lowest modelled time first), or the reason why there are none.
 
@@ -129,7 +109,7 @@ def candidates(problem: KernelProblem, device: Device, split_k: int | None = Non
     found: dict[str, list[Candidate] | str] = {}
     reasons = {name: family.refusal(problem, device) for name, family in families(problem).items()}
     reduction = None
-    if isinstance(problem, Problem) and problem.batch_invariant and None in reasons.values():
+    if problem.batch_invariant and None in reasons.values():
         reduction = choose_reduction(problem, device)
     for name, family in families(problem).items():
         reason = reasons[name]
@@ -140,7 +120,7 @@ def candidates(problem: KernelProblem, device: Device, split_k: int | None = Non
             candidate
             for candidate in _legal(family, problem, device)
             if split_k in (None, candidate.config.split_k)
-            and reduction in (None, reduction_of(family, candidate.config, problem))
+            and reduction in (None, family.reduction(candidate.config, problem))
         ]
         legal.sort(key=lambda candidate: candidate.us)
         if reduction is not None:
@@ -161,32 +141,18 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
     return partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS
 
 
-def choose_reduction(problem: Problem, device: Device) -> Reduction:
+def choose_reduction(problem: KernelProblem, device: Device) -> Reduction:
     """Return the reduction of the batch-invariant GEMMs with the weight of ``problem``.
 
     The result depends on the weight, the dtype of x and the device, and neither on M nor on the epilogue: it minimizes
-    the largest modelled slowdown over SAMPLED_M, compared with a problem that is not batch-invariant.
+    the largest modelled slowdown over `KernelProblem.reduction_samples`, compared with problems that are not
+    batch-invariant.
     """
-    weight = Problem(
-        m=1,
-        n=problem.n,
-        k=problem.k,
-        group_size=problem.group_size,
-        dtype=problem.dtype,
-        scales_dtype=problem.scales_dtype,
-        zeros=problem.zeros,
-        gated=problem.gated,
-        has_awq_layout=problem.has_awq_layout,
-        repacked=problem.repacked,
-        wide_scales=problem.wide_scales,
-        batch_invariant=True,
-    )
-    return _choose_reduction(weight, device)
+    return _choose_reduction(problem.reduction_samples(), device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose_reduction(weight: Problem, device: Device) -> Reduction:
-    problems = [replace(weight, m=m) for m in SAMPLED_M]
+def _choose_reduction(problems: tuple[Any, ...], device: Device) -> Reduction:
     tables = [_reduction_times(problem, device) for problem in problems]
     common = [reduction for reduction in tables[0] if all(reduction in table for table in tables)]
     default = [
@@ -200,17 +166,17 @@ def _choose_reduction(weight: Problem, device: Device) -> Reduction:
     return min(common, key=slowdown)
 
 
-def _all_legal(problem: Problem, device: Device) -> Iterator[Candidate]:
+def _all_legal(problem: KernelProblem, device: Device) -> Iterator[Candidate]:
     for family in families(problem).values():
         if family.refusal(problem, device) is None:
             yield from _legal(family, problem, device)
 
 
-def _reduction_times(problem: Problem, device: Device) -> dict[Reduction, float]:
+def _reduction_times(problem: KernelProblem, device: Device) -> dict[Reduction, float]:
     """Return the lowest modelled time of each reduction, in microseconds."""
     times: dict[Reduction, float] = {}
     for family, config, us in _all_legal(problem, device):
-        reduction = reduction_of(family, config, problem)
+        reduction = family.reduction(config, problem)
         if reduction is not None:
             times[reduction] = min(us, times.get(reduction, us))
     return times
@@ -262,10 +228,20 @@ def recorded() -> Iterator[list[Choice]]:
 @contextlib.contextmanager
 def _use(trial: _Trial) -> Iterator[None]:
     token = _trial.set(trial)
+    _empty_planners()
     try:
         yield
     finally:
         _trial.reset(token)
+        _empty_planners()
+
+
+_planners: list[Any] = []
+
+
+def _empty_planners() -> None:
+    for cached in _planners:
+        cached.cache_clear()
 
 
 def choose(problem: KernelProblem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
@@ -293,6 +269,27 @@ def modelled_us(problem: KernelProblem, device: Device) -> float:
     """Return the modelled run time of the configuration that `choose` returns, in microseconds."""
     choice = _choose(problem, device, None, None)
     return choice.family.estimate_us(choice.config, problem, device)
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def planner(
+    make_problem: Callable[Arguments, KernelProblem],
+) -> Callable[Concatenate[Device, Arguments], LaunchPlan]:
+    """Return a function that returns the launch plan that `choose` chooses for ``make_problem(*arguments)``.
+
+    Its arguments are a device and those of ``make_problem``. Plans are cached by these arguments, because creating a
+    problem for each launch of a decoder would take longer than finding its plan; `forced` and the like empty the cache.
+    """
+
+    def choose_plan(device: Device, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> LaunchPlan:
+        return choose(make_problem(*arguments, **options), device).plan
+
+    cached: Any = functools.lru_cache(maxsize=1024)(choose_plan)
+    _planners.append(cached)
+    found: Callable[Concatenate[Device, Arguments], LaunchPlan] = cached
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,8 +320,8 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
 def _has_label(m: int, candidate: Candidate, entry: TunedConfig) -> bool:
     """Return whether a tuned label denotes a candidate; ``block_m`` may differ if one tile holds all rows."""
     if m == entry.m or m > ONE_TILE_M:
-        return tuned.label(candidate.family, candidate.config) == entry.label
-    return entry.label in tuned.labels(candidate.family, candidate.config)
+        return candidate.label == entry.label
+    return entry.label in candidate.family.labels(candidate.config)
 
 
 def _applies(m: int, candidate: Candidate, entry: TunedConfig, best: Candidate) -> bool:
@@ -339,37 +336,43 @@ def _applies(m: int, candidate: Candidate, entry: TunedConfig, best: Candidate) 
 def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
-    ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. If the family of the choice has a function ``describe_work`` or ``time_parts``, a line says how
-    the work is divided among the CTAs, or gives the parts that add up to the modelled time. The line "chosen" says
-    whether a tuned table or the cost models determined the choice, and the last line of a batch-invariant problem gives
-    its order of additions.
+    ``->`` marks the choice, which is followed by the RUNNERS_UP configurations of its family with the next lower times.
+    The choice's time is "measured" if a tuned table records it; all other times are "modelled" by the cost models. If
+    the family of the choice has `Family.describe_work` or `Family.time_parts`, a line says how the work is divided
+    among the CTAs, or gives the parts that add up to the modelled time. The line "chosen" says whether a tuned table or
+    the cost models determined the choice, and the last line of a batch-invariant problem gives its order of additions.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
     lines = [f"{problem} on {device.name} (sm_{device.arch})"]
     lines.append(f"   {'kernel':{width}}       us  time      configuration")
+
+    def add(mark: str, name: str, us: float, source: str, config: Config) -> None:
+        lines.append(f"{mark:2} {name:{width}} {us:8.1f}  {source:8}  {config_text(config)}")
+
     for name, some in candidates(problem, device).items():
         if isinstance(some, str):
             lines.append(f"   {name:{width}}        -  -         {some}")
-            continue
-        chosen = name == choice.name
-        config, us = next((c.config, c.us) for c in some if not chosen or c.config == choice.config)
-        source = "modelled"
-        if chosen and choice.tuned is not None and choice.tuned.us is not None:
-            us, source = choice.tuned.us, "measured"
-        lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
-    describe_work = getattr(choice.family, "describe_work", None)
-    if describe_work is not None:
-        lines.append(f"work: {describe_work(choice.config, problem)}")
-    time_parts = getattr(choice.family, "time_parts", None)
-    if time_parts is not None:
-        lines.append(f"modelled parts in us: {time_parts(choice.config, problem, device)}")
+        elif name != choice.name:
+            add("", name, some[0].us, "modelled", some[0].config)
+        else:
+            us, source = next(c.us for c in some if c.config == choice.config), "modelled"
+            if choice.tuned is not None and choice.tuned.us is not None:
+                us, source = choice.tuned.us, "measured"
+            add("->", name, us, source, choice.config)
+            for other in [c for c in some if c.config != choice.config][:RUNNERS_UP]:
+                add("", "", other.us, "modelled", other.config)
+    work = choice.family.describe_work(choice.config, problem)
+    if work is not None:
+        lines.append(f"work: {work}")
+    parts = choice.family.time_parts(choice.config, problem, device)
+    if parts is not None:
+        lines.append(f"modelled parts in us: {parts}")
     if choice.tuned is not None:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:
         lines.append(f"chosen: the lowest modelled time; {_explain_untuned(problem, device)}")
-    if isinstance(problem, Problem) and problem.batch_invariant:
+    if problem.batch_invariant:
         lines.append(f"batch-invariant for every M: {choose_reduction(problem, device)}")
     return "\n".join(lines)
 

@@ -16,20 +16,17 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
-from cupy_awq.kernels.gemm.problem import next_power_of_two, next_tuned_m
+from cupy_awq.kernels.family import KernelProblem, TuningKey
+from cupy_awq.kernels.tiling import next_power_of_two
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.device import Device
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 """The folder of the shipped tables."""
-
-DERIVED_FIELDS = ("stages", "slices")
-"""The configuration fields that labels omit, because the other fields and the problem determine them."""
 
 Table = dict[str, dict[str, str]]
 """The content of a table: a mapping from shape to a mapping from M to the entry."""
@@ -52,34 +49,6 @@ class TunedConfig(NamedTuple):
     us: float | None
     m: int
     origin: str
-
-
-def label(family: AnyFamily, config: Config) -> str:
-    """Return the label of a configuration in a table, which does not depend on the group size and the dtype."""
-    return f"{family.NAME}({fields(config, DERIVED_FIELDS)})"
-
-
-def labels(family: AnyFamily, config: Config) -> set[str]:
-    """Return the labels that denote a configuration: its own, and those with ``block_m`` rounded up like M.
-
-    Kernels split M rows into tiles of nearly equal height: the configuration for M = 40 that corresponds to tiles of 64
-    rows at M = 64, and to tiles of 48 rows at M = 48, has tiles of 40 rows.
-    """
-    values = {name: value for name, value in vars(config).items() if name not in DERIVED_FIELDS}
-    found = {label(family, config)}
-    if "block_m" in values:
-        heights = next_tuned_m(values["block_m"]), next_power_of_two(values["block_m"])
-        found |= {f"{family.NAME}({_text({**values, 'block_m': height})})" for height in heights}
-    return found
-
-
-def fields(config: Config, without: Sequence[str] = ()) -> str:
-    """Return the fields of a configuration, except ``without``, as ``name=value`` separated by commas."""
-    return _text({name: value for name, value in vars(config).items() if name not in without})
-
-
-def _text(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def entry(label: str, us: float) -> str:
@@ -108,7 +77,7 @@ def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
     CUPY_AWQ_ARCH forces an older architecture, no tuned configuration is used.
     """
     key = problem.tuning_key
-    if key is None or device.arch != device.native:
+    if key is None or not device.is_native:
         return None
     for origin, table in _tables(device).items():
         for shape, m in itertools.product(key.shapes, (key.tuned_m, next_power_of_two(key.m))):
@@ -122,7 +91,7 @@ def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
 
 def explain_missing(key: TuningKey, device: Device) -> str:
     """Return why `lookup` finds no tuned configuration for a problem with the tuning key ``key``."""
-    if device.arch != device.native:
+    if not device.is_native:
         return f"tuned configurations are not used, because CUPY_AWQ_ARCH selects sm_{device.arch}"
     tables = {origin: table for origin, table in _tables(device).items() if table}
     if not tables:

@@ -32,9 +32,7 @@ def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
 
 def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: KernelProblem) -> dict[str, Array | None]:
     """Return the weight buffers of the chosen kernel; layouts are created on first use and cached in the weight."""
-    family: Any = choice.family  # The protocol `Family` lacks prepare_weight, since some families have no weight.
-    buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
-    return buffers
+    return dict(choice.family.prepare_weight(weight, problem))
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.gemm import gather_columns as kernel
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm.gather_columns import ColumnGather
 from cupy_awq.kernels.gemm.gemm_sm90 import GATHER_MAX_K
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement, workspace
@@ -102,4 +103,5 @@ def prepare_gather(x: Array, index: int) -> Launcher:
     m, k = arrays.count_rows(x), x.shape[-1]
     dtype = "float32" if x.dtype.itemsize == 4 else "float16"
     stride = arrays.row_stride(x) or 0
-    return get_launcher(kernel.plan(device.of(index), m, k, dtype, stride, x_aligned=arrays.is_aligned(x)), index)
+    problem = ColumnGather(m, k, dtype, stride, x_aligned=arrays.is_aligned(x))
+    return get_launcher(select.choose(problem, device.of(index)).plan, index)

@@ -10,8 +10,7 @@ from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns
-from cupy_awq.kernels.gemm.problem import Problem
-from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.kernels.gemm.problem import AWQ, Problem
 from cupy_awq.ops.gemm_launch import GemmLaunch, cache_launch, constant_pointers, run_gemm
 from cupy_awq.runtime import arrays, device
 from cupy_awq.weight import PackedWeight
@@ -220,8 +219,8 @@ def explain(
         if arch is not None
         else device.current_or_nominal()
     )
-    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refusal() is None
-    problem = Problem(m, n, k, size, element.name, repacked=repacked, batch_invariant=batch_invariant)
+    layouts = select.weight_layouts(k, n, size, "float16", "packed", gpu) if layer else (AWQ,)
+    problem = Problem(m, n, k, size, element.name, layouts=layouts, batch_invariant=batch_invariant)
     if not order:
         return select.explain(problem, gpu)
     gathering = replace(problem, gathers_x=True)

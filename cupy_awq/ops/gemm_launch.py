@@ -14,7 +14,8 @@ from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns
-from cupy_awq.kernels.gemm.problem import Problem, Strides
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, Strides
+from cupy_awq.kernels.registry import FAMILIES_OF
 from cupy_awq.ops.gather_columns import ActivationOrder, prepare_gather
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
@@ -198,8 +199,7 @@ def gemm_problem(
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
-            "has_awq_layout": weight.has_original,
-            "repacked": True,
+            "layouts": (AWQ, FRAGMENTS) if weight.has_original else (FRAGMENTS,),
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,
         }
@@ -290,7 +290,7 @@ def check_choice(kernel: str | None, split_k: int | None, batch_invariant: bool)
         for name, value in (("kernel", kernel), ("split_k", split_k)):
             if value is not None:
                 raise ValueError(f"{name}: expected None with batch_invariant=True, got {value!r}")
-    if kernel is not None and not (isinstance(kernel, str) and kernel in select.FAMILIES_OF[Problem]):
-        raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
+    if kernel is not None and not (isinstance(kernel, str) and kernel in FAMILIES_OF[Problem]):
+        raise ValueError(f"kernel: expected one of {', '.join(FAMILIES_OF[Problem])}, got {kernel!r}")
     if split_k is not None and (count := check_scalar.validate_integer(split_k, "split_k", 1)) & (count - 1):
         raise ValueError(f"split_k: expected a power of two, got {split_k!r}")

@@ -14,8 +14,8 @@ from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, Problem
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_N, RepackedLayout
 from cupy_awq.ops.gather_columns import ActivationOrder
 from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
@@ -330,6 +330,6 @@ def plan_prefetch(weight: PackedWeight, fraction: float) -> tuple[Array | None, 
     if not isinstance(weight, RepackedWeight):
         return None, NO_PREFETCH
     spec = weight.spec
-    layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
+    layout = FragmentLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
     nbytes = spec.n // 2 // WEIGHT_TILE_N * layout.k_tiles * layout.weight_tile_bytes
     return weight.repacked, NextWeight(int(fraction * nbytes), nbytes)

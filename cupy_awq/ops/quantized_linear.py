@@ -15,7 +15,7 @@ from cupy_awq.block_check import QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm.problem import ITEMSIZE
+from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.int8 import problem as int8_problem
 from cupy_awq.kernels.int8.problem import EPILOGUE_ACTIVATIONS, Int8Problem
 from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization, half_sum_stride

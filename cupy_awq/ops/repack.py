@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repacked weight of `AwqLinear` on Hopper: a copy of the weight in the layout of the fastest kernels."""
+"""The repacked weight of `AwqLinear`: a copy of the weight in the layout of the fastest kernels of its GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import math
 import numpy as np
 
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.gemm.repack import RepackedLayout
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
+from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launch import launch
 from cupy_awq.weight import PackedWeight
@@ -18,7 +20,7 @@ class RepackedWeight(PackedWeight):
     """A `PackedWeight` with a repacked copy; the original arrays may have been freed.
 
     Attributes:
-        repacked: weight in the repacked layout (`RepackedLayout`), as a uint8 array.
+        repacked: weight in the fragment layout (`FragmentLayout`), as a uint8 array.
         scale_exponent: the field of `Problem` with this name.
         wide_scales: the field of `Problem` with this name.
     """
@@ -56,13 +58,14 @@ class RepackedWeight(PackedWeight):
 
 
 def repack(weight: PackedWeight) -> PackedWeight:
-    """Return the weight with a repacked copy, or the unchanged weight if it cannot be repacked or is not on sm_90."""
+    """Return the weight with a repacked copy, or the unchanged weight if no kernel of its GPU would read the copy."""
     spec = weight.spec
-    if spec.device == HOST or device.of(spec.device).arch != 90:
+    if spec.device == HOST:
         return weight
-    layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
-    if layout.refusal() is not None:
+    form = spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros
+    if FRAGMENTS not in select.weight_layouts(*form, device.of(spec.device)):
         return weight
+    layout = FragmentLayout(*form)
     import cupy
 
     with placement.use_device(spec.device):
@@ -73,7 +76,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
             arrays.leading_dimension(weight.scales),
             arrays.leading_dimension(weight.qzeros),
         )
-        launch(layout.plan(device.of(spec.device), strides), {**buffers, "out": out})
+        launch(layout.pack(device.of(spec.device), strides), {**buffers, "out": out})
         # Kernels may read the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
         # this copy to the host synchronizes. The extremes are computed with NumPy, because CuPy's reductions import
         # SciPy, which takes 0.6 s.

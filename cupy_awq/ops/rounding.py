@@ -7,11 +7,15 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
-from cupy_awq.kernels.quantization import refine_group as group_kernel
-from cupy_awq.kernels.quantization import round_channels as block_kernel
+from cupy_awq.kernels.quantization.refine_group import GroupRefinement
+from cupy_awq.kernels.quantization.round_channels import ChannelRounding
+from cupy_awq.kernels.select import planner
 from cupy_awq.runtime import arrays, device
 from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
+
+_plan_rounding = planner(ChannelRounding)
+_plan_refinement = planner(GroupRefinement)
 
 
 def round_channels(target: Array, old: Array, weights: Array, bottom: Array, top: Array) -> tuple[Array, Array]:
@@ -25,7 +29,7 @@ def round_channels(target: Array, old: Array, weights: Array, bottom: Array, top
     contiguous = [cupy.ascontiguousarray(a, np.float32) for a in (target, weights.T, bottom, top)]
     before = None if old is target else cupy.ascontiguousarray(old, np.float32)
     codes, changes = (cupy.empty(target.shape, np.float32) for _ in range(2))
-    plan = block_kernel.plan(device.of(check.device_id(target, "target")), *target.shape)
+    plan = _plan_rounding(device.of(check.device_id(target, "target")), *target.shape)
     _launch(plan, contiguous[0], before, *contiguous[1:], codes, changes)
     return codes, changes
 
@@ -51,8 +55,9 @@ def refine_group(
     inputs = [cupy.ascontiguousarray(a, np.float32) for a in (codes, curved, gradient)]
     step = cupy.empty(codes.shape, np.float32)
     stride = scale.strides[0] // scale.itemsize
+    group_size, n = codes.shape
     here = device.of(check.device_id(codes, "codes"))
-    plan = group_kernel.plan(here, *codes.shape, stride, str(scale.dtype), limits, symmetric=symmetric)
+    plan = _plan_refinement(here, group_size, n, stride, str(scale.dtype), limits, symmetric=symmetric)
     _launch(plan, *inputs, total, scale, zero, step)
     return step
 

@@ -1,16 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of a GPU on which kernel selection depends, from the driver or, without a GPU, from a table."""
+"""The properties of a GPU on which kernel selection depends, from the driver or, without a GPU, from a table.
+
+Kernels ask for a `Capability`; no other module compares architecture numbers.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cupy_awq.runtime import placement
 
 ARCH_VARIABLE = "CUPY_AWQ_ARCH"
 """The environment variable that sets an older target architecture, so that the kernels of an older GPU are used."""
+
+
+class Capability(enum.Enum):
+    """An instruction or a feature of a GPU that a kernel may need.
+
+    The value is (name in the PTX ISA or the CUDA guide, first architecture that has it, first newer architecture that
+    lacks it again or None); an architecture is 10 * compute capability.
+    """
+
+    INLINE_PTX = "inline PTX", 75, None  # older GPUs run plain CUDA C++
+    MMA_M8N8K4 = "mma.m8n8k4.f16", 70, 75  # newer GPUs emulate it
+    MMA_M16N8K8 = "mma.m16n8k8.f16", 75, None
+    MMA_M16N8K16 = "mma.m16n8k16.f16", 80, None
+    MMA_INT8_M8N8K16 = "mma.m8n8k16.s8", 75, None
+    MMA_INT8_M16N8K32 = "mma.m16n8k32.s8", 80, None
+    MMA_FP8 = "mma.m16n8k32.e4m3", 89, None
+    LDMATRIX = "ldmatrix", 75, None
+    BFLOAT16 = "bfloat16 arithmetic", 80, None
+    CP_ASYNC = "cp.async", 80, None
+    TMA = "TMA", 90, None
+    CLUSTERS = "thread block clusters", 90, None
+    DEPENDENT_LAUNCH = "programmatic dependent launch", 90, None
+    WGMMA = "wgmma", 90, 91
+    TCGEN05 = "tcgen05", 100, 120
+    MMA_BLOCK_SCALE = "mma.m16n8k64.block_scale", 120, 130
+
+    def is_in(self, arch: int) -> bool:
+        """Return whether GPUs of an architecture have the capability."""
+        _, first, end = self.value
+        return arch >= first and (end is None or arch < end)
+
+    @property
+    def archs(self) -> str:
+        """The architectures that have the capability, as text: "sm_90", "sm_80 or newer" or "sm_100 to sm_119".
+
+        >>> Capability.WGMMA.archs, Capability.CP_ASYNC.archs
+        ('sm_90', 'sm_80 or newer')
+        """
+        _, first, end = self.value
+        if end is None:
+            return f"sm_{first} or newer"
+        return f"sm_{first}" if end == first + 1 else f"sm_{first} to sm_{end - 1}"
+
+
+ARCH_SPECIFIC = frozenset({Capability.WGMMA, Capability.TCGEN05, Capability.MMA_BLOCK_SCALE})
+"""The instructions that exist only in compiler targets with the suffix "a", whose code runs on one architecture."""
+
+
+@functools.cache
+def _capabilities(arch: int, without: tuple[Capability, ...]) -> frozenset[Capability]:
+    return frozenset(capability for capability in Capability if capability.is_in(arch)).difference(without)
 
 
 @dataclass(frozen=True)
@@ -27,6 +83,7 @@ class Device:
         shared_bytes_per_sm: shared memory per SM, in bytes.
         l2_bytes: size of the L2 cache in bytes.
         read_gbs: nominal memory bandwidth in GB/s.
+        without: capabilities of the target architecture that the GPU lacks, for tests of other code paths.
     """
 
     name: str
@@ -37,11 +94,57 @@ class Device:
     shared_bytes_per_sm: int
     l2_bytes: int
     read_gbs: float
+    without: tuple[Capability, ...] = ()
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """The capabilities of the target architecture, except those in ``without``."""
+        return _capabilities(self.arch, self.without)
+
+    def has(self, *needs: Capability) -> bool:
+        """Return whether the GPU has all capabilities ``needs``."""
+        return self.capabilities.issuperset(needs)
+
+    def refusal(self, needs: Iterable[Capability]) -> str | None:
+        """Return the reason why kernels that need some capabilities cannot run on the GPU, or None if they can.
+
+        >>> nominal(80).refusal([Capability.CP_ASYNC, Capability.TMA])
+        'needs sm_90 or newer, not sm_80'
+        """
+        for capability in needs:
+            if not capability.is_in(self.arch):
+                return f"needs {capability.archs}, not sm_{self.arch}"
+            if capability in self.without:
+                return f"needs {capability.value[0]}, which {self.name} lacks"
+        return None
 
     @property
     def target(self) -> str:
-        """The compiler target: ``arch``, but "90a" for sm_90, because wgmma requires it."""
-        return "90a" if self.arch == 90 else str(self.arch)
+        """The compiler target of kernels that need no instruction of ARCH_SPECIFIC.
+
+        It is the architecture, with the suffix "a" if the GPU has wgmma, so that all its kernels have one target.
+        """
+        return self.target_for(())
+
+    def target_for(self, needs: Iterable[Capability]) -> str:
+        """Return the compiler target of kernels that need some capabilities, such as "100a" for tcgen05.
+
+        >>> nominal(100).target, nominal(100).target_for([Capability.TCGEN05]), nominal(90).target
+        ('100', '100a', '90a')
+        """
+        is_specific = self.has(Capability.WGMMA) or not ARCH_SPECIFIC.isdisjoint(needs)
+        return f"{self.arch}a" if is_specific else str(self.arch)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether kernels are compiled for the GPU's own architecture: ``CUPY_AWQ_ARCH`` does not set an older one."""
+        return self.arch == self.native
+
+    @property
+    def fp16_flops_per_sm_clock(self) -> int:
+        """The peak float16 operations per SM and clock cycle, of tensor cores where the GPU has them."""
+        known = max((arch for arch in FP16_FLOPS_PER_SM_CLOCK if arch <= self.native), default=min(NOMINAL))
+        return FP16_FLOPS_PER_SM_CLOCK[known]
 
 
 def _device(name: str, arch: int, sms: int, block_kb: int, sm_kb: int, l2_mb: float, gbs: float) -> Device:
@@ -66,6 +169,24 @@ NOMINAL = {
     )
 }
 """The properties of one typical GPU per architecture (10 * compute capability)."""
+
+
+FP16_FLOPS_PER_SM_CLOCK = {
+    60: 256,
+    61: 4,
+    62: 256,
+    70: 1024,
+    75: 1024,
+    80: 2048,
+    86: 1024,
+    90: 4096,
+    100: 8192,
+    120: 1024,
+}
+"""The peak float16 operations per SM and clock cycle, by architecture; those of tensor cores where it has them.
+
+An architecture that is not listed has the value of the closest lower one in the table.
+"""
 
 
 def nominal(arch: int) -> Device:

@@ -65,7 +65,7 @@ def run(
     for shape in shapes:
         make.check(shape, settings)
     gpu = devices.of(device)
-    if gpu.arch != gpu.native:
+    if not gpu.is_native:
         raise ValueError(f"tune: expected kernels for sm_{gpu.native}, got CUPY_AWQ_ARCH={gpu.arch}")
     with placement.use_device(device):
         for shape in shapes:
@@ -152,7 +152,7 @@ def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
 
 def keep(row: Row, device: int) -> Path:
     """Add a configuration to the user's tuning table, which each process reads once; return the table's path."""
-    text = tuned.entry(tuned.label(row.best.family, row.best.config), row.us)
+    text = tuned.entry(row.best.label, row.us)
     return tuned.write(devices.of(device), {row.key.shapes[0]: {str(row.key.tuned_m): text}})
 
 
@@ -162,6 +162,6 @@ def render(rows: Sequence[Row]) -> str:
     cells = []
     for row in rows:
         figures = (table.number(row.us), table.number(row.modelled_us), f"{row.modelled_us / row.us:.2f}x")
-        label = tuned.label(row.best.family, row.best.config)
+        label = row.best.label
         cells.append([row.key.shapes[0], label, str(row.key.tuned_m), *figures, str(row.tried)])
     return table.render(header, cells, left=2)

@@ -20,23 +20,6 @@ from cupy_awq.runtime import placement
 from cupy_awq.tools import table, timing
 from cupy_awq.tools.operations import OPERATIONS, Settings, Shape
 
-FP16_FLOPS_PER_SM_CLOCK = {
-    60: 256,
-    61: 4,
-    62: 256,
-    70: 1024,
-    75: 1024,
-    80: 2048,
-    86: 1024,
-    90: 4096,
-    100: 8192,
-    120: 1024,
-}
-"""The peak float16 operations per SM and clock cycle, by architecture; those of tensor cores where it has them.
-
-An architecture that is not listed has the value of the closest lower one in the table.
-"""
-
 SIDE = 8192
 """M, N and K of the GEMM that measures the fp16 throughput."""
 
@@ -207,8 +190,7 @@ def _matmul_tflops(device: int) -> float:
 
 def nominal_tflops(gpu: devices.Device, hertz: float) -> float:
     """Return the nominal float16 throughput of a GPU in TFLOP/s at the clock frequency ``hertz``."""
-    known = max((arch for arch in FP16_FLOPS_PER_SM_CLOCK if arch <= gpu.native), default=60)
-    return FP16_FLOPS_PER_SM_CLOCK[known] * gpu.sm_count * hertz / 1e12
+    return gpu.fp16_flops_per_sm_clock * gpu.sm_count * hertz / 1e12
 
 
 def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict[str, Any]:

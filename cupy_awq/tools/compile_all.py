@@ -18,17 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.conv2d import conv2d_int8
-from cupy_awq.kernels.conv2d import problem as conv2d_problem
-from cupy_awq.kernels.decoder import decoder as llm
-from cupy_awq.kernels.dequantize.dequantize import Dequantization
-from cupy_awq.kernels.dequantize.int_to_fp16 import VALUES, Conversion
 from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.gemm import gather_columns, gemm_sm90
-from cupy_awq.kernels.gemm.problem import Fusion, Problem
-from cupy_awq.kernels.int8 import problem as int8_problem
-from cupy_awq.kernels.int8 import quantize_fp8, quantize_rows
-from cupy_awq.kernels.quantization import refine_group, round_channels
+from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM80
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
+from cupy_awq.kernels.registry import FAMILIES_OF
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime import disk_cache as cache
@@ -38,7 +33,7 @@ from cupy_awq.tools.table import render
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
 """The shapes (K, N) of linear layers for which kernels are compiled: from models with 8 and 70 billion weights."""
 REPACKED_MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
-"""The values of M for which the kernels that read the repacked layout are compiled."""
+"""The values of M for which the kernels that read the fragment layout are compiled."""
 SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
 """The compile-time constants of the epilogue, which the table that ``compile`` prints omits."""
 
@@ -49,14 +44,19 @@ def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
     With ``batch_invariant``, also return those that `gemm` and `AwqLinear` use with ``batch_invariant=True``.
     """
     gpu = device.nominal(arch)
-    found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu), *gather_columns.kernels(gpu)]
-    found += [*round_channels.kernels(gpu), *refine_group.kernels(gpu)]
-    if arch == 90:
+    found = [*_awq_layout(gpu), *_common(gpu)]
+    if FRAGMENTS in _layouts(gpu):
         for table in sorted(tuned.SHIPPED.glob("*.json")):  # GPUs with tuned configurations of their own
-            found += _repacked_layout(replace(gpu, name=table.stem))
+            found += _fragment_layout(replace(gpu, name=table.stem))
     if batch_invariant:
         found += _batch_invariant(gpu)
     return list(dict.fromkeys(found))
+
+
+def _layouts(gpu: device.Device) -> tuple[str, ...]:
+    """Return the layouts in which `AwqLinear` stores the weights of `SHAPES`."""
+    k, n = SHAPES[0]
+    return select.weight_layouts(k, n, 128, "float16", "packed", gpu)
 
 
 def _configurations(problem: KernelProblem, gpu: device.Device, families: Iterable[str]) -> Iterator[Kernel]:
@@ -66,22 +66,11 @@ def _configurations(problem: KernelProblem, gpu: device.Device, families: Iterab
             yield from (family.plan(config, problem, gpu).kernel for family, config, _ in some)
 
 
-def _conversions(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the dequantization and conversion kernels."""
-    k, n = SHAPES[0]
-    for entry in VALUES:
-        yield select.choose(Conversion(entry, 1, True), gpu).plan.kernel
-    for dtype in ("float16", "bfloat16", "float32"):
-        scales = "bfloat16" if dtype == "bfloat16" else "float16"
-        weight = Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n))
-        yield select.choose(weight, gpu).plan.kernel
-
-
 def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
     """Yield the kernels that read the AWQ layout in every configuration, for each dtype and group sizes 128 and 32."""
     k, n = SHAPES[0]
-    families = set(select.FAMILIES_OF[Problem])
-    if gpu.arch >= 80:
+    families = set(FAMILIES_OF[Problem])
+    if gpu.has(*GEMM_SM80.needs):
         families.remove("gemm_sm75")  # gemm_sm75 is legal here, but selected only by kernel="gemm_sm75"
     for dtype, group_size, m, may_prefetch in itertools.product(
         ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
@@ -92,14 +81,14 @@ def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
         )
 
 
-def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the kernels that read the repacked layout, in the configurations selected for `SHAPES` and `REPACKED_MS`.
+def _fragment_layout(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield the kernels that read the fragment layout, in the configurations selected for `SHAPES` and `REPACKED_MS`.
 
     All legal configurations would be too many.
     """
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
-        problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
-        yield gemm_sm90.prepare_weight(problem, gpu).kernel
+        problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS))
+        yield FragmentLayout.of(problem).pack(gpu).kernel
         yield select.choose(problem, gpu, "gemm_sm90").plan.kernel
         gathering = replace(problem, gathers_x=True)
         if gather_columns.is_fused(gathering, gpu):
@@ -117,16 +106,16 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
 
 def _batch_invariant(gpu: device.Device) -> Iterator[Kernel]:
     """Yield the kernels of batch-invariant GEMMs that are selected for `SHAPES` and `REPACKED_MS`."""
-    for dtype, m, (k, n), repacked in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES, (False, True)):
-        if gpu.arch == 90 or not repacked:
-            problem = Problem(m, n, k, 128, dtype, dtype, repacked=repacked, batch_invariant=True)
-            yield select.choose(problem, gpu).plan.kernel
+    forms = dict.fromkeys(((AWQ,), _layouts(gpu)))
+    for dtype, m, (k, n), layouts in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES, forms):
+        problem = Problem(m, n, k, 128, dtype, dtype, layouts=layouts, batch_invariant=True)
+        yield select.choose(problem, gpu).plan.kernel
 
 
-def _quantized(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the kernels of common integer GEMMs, quantizations and convolutions that the GPU supports."""
-    for module in (quantize_rows, quantize_fp8, int8_problem, conv2d_problem, conv2d_int8):
-        for problem in module.common_problems():
+def _common(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield the kernels of the common problems of each type that the GPU supports."""
+    for kind in FAMILIES_OF:
+        for problem in kind.common_problems():
             if any(not isinstance(found, str) for found in select.candidates(problem, gpu).values()):
                 yield select.choose(problem, gpu).plan.kernel
 

@@ -19,8 +19,9 @@ import numpy as np
 
 from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.gemm.gemm_sm90 import MAX_FUSED_ROWS
-from cupy_awq.kernels.gemm.problem import Problem, next_tuned_m
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import Candidate
+from cupy_awq.kernels.tiling import next_tuned_m
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.model import Model
@@ -263,18 +264,16 @@ def _layer_of(tensor: str) -> int:
 
 def keep(step: TunedStep, index: int) -> Path:
     """Add the configurations of a step to the user's tuning table, which each process reads once; return its path."""
-    entries = {
-        shape: {str(step.sequences): tuned.label(family, config)} for shape, (family, config, _) in step.found.items()
-    }
+    entries = {shape: {str(step.sequences): candidate.label} for shape, candidate in step.found.items()}
     return tuned.write(devices.of(index), entries)
 
 
 def render(steps: Sequence[TunedStep]) -> str:
     """Return the configurations and the times of the steps as text tables."""
     labels = [
-        [shape.split()[0], tuned.label(family, config), str(step.sequences)]
+        [shape.split()[0], candidate.label, str(step.sequences)]
         for step in steps
-        for shape, (family, config, _) in step.found.items()
+        for shape, candidate in step.found.items()
     ]
     times = [
         [

@@ -16,7 +16,6 @@ from cupy_awq.checkpoint import catalog as formats
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import Problem
-from cupy_awq.kernels.gemm.repack import RepackedLayout
 from cupy_awq.runtime import device
 from cupy_awq.tools import table
 
@@ -79,10 +78,10 @@ def list_kernels(specs: Sequence[ModuleSpec]) -> dict[str, Any]:
     shapes = []
     forms = Counter((spec.k, spec.n, spec.group_size, spec.zeros, str(spec.dtype)) for spec in specs)
     for (k, n, group_size, zeros, dtype), layers in forms.items():
-        repacked = gpu.arch == 90 and RepackedLayout(k, n, group_size, dtype, zeros).refusal() is None
+        layouts = select.weight_layouts(k, n, group_size, dtype, zeros, gpu)
         names = {}
         for m in ROWS:
-            problem = Problem(m, n, k, group_size, dtype, scales_dtype=dtype, zeros=zeros, repacked=repacked)
+            problem = Problem(m, n, k, group_size, dtype, scales_dtype=dtype, zeros=zeros, layouts=layouts)
             names[str(m)] = select.choose(problem, gpu).name
         form = {"k": k, "n": n, "group_size": group_size, "zeros": zeros, "dtype": dtype, "layers": layers}
         shapes.append({**form, "kernels": names})

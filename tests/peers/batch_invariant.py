@@ -23,8 +23,8 @@ import numpy as np
 
 from cupy_awq import AwqLinear, gemm
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm.problem import Problem
-from cupy_awq.kernels.gemm.reduction import Reduction, reduction_of
+from cupy_awq.kernels.family import Reduction
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.ops.gemm_launch import run_gemm
 from cupy_awq.ops.repack import repack
 from cupy_awq.runtime import compile as compiler
@@ -59,7 +59,7 @@ def measure(index: int) -> list[list[Any]]:
     here = device.of(index)
     build_all(
         [
-            Problem(m, n, k, 128, repacked=repacked, batch_invariant=invariant)
+            Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=invariant)
             for k, n in SHAPES
             for m in ROWS
             for repacked in (False, True)
@@ -96,13 +96,13 @@ def compare_reductions(index: int) -> str:
     best: dict[tuple[int, int, int], dict[Reduction, select.Candidate]] = {}
     for k, n in SHAPES:
         for m in ROWS:
-            problem = Problem(m, n, k, 128, repacked=True, batch_invariant=True)
+            problem = Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS), batch_invariant=True)
             found = best.setdefault((k, n, m), {})
             for family in select.families(problem).values():
                 if family.refusal(problem, here) is not None:
                     continue
                 for config in family.configs(problem, here):
-                    reduction = reduction_of(family, config, problem)
+                    reduction = family.reduction(config, problem)
                     us = family.estimate_us(config, problem, here)
                     if reduction is None or "scaled weights" not in reduction.math or reduction.turn > 1:
                         continue
@@ -110,7 +110,7 @@ def compare_reductions(index: int) -> str:
                         found[reduction] = select.Candidate(family, config, us)
     kernels = {
         candidate.family.plan(
-            candidate.config, Problem(m, n, k, 128, repacked=True, batch_invariant=True), here
+            candidate.config, Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS), batch_invariant=True), here
         ).kernel: None
         for (k, n, m), found in best.items()
         for candidate in found.values()

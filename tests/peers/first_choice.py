@@ -12,8 +12,7 @@ import random
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-from cupy_awq.kernels import tuned
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
 from cupy_awq.runtime.device import Device
 from tests.peers import sweep
 from tests.peers.random_problems import build
@@ -44,7 +43,7 @@ def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict
     futures: dict[Any, Future[None]] = {}
     found: dict[Cell, list[Future[None]]] = {}
     for k, n, m in cells:
-        problem = Problem(m, n, k, 128, has_awq_layout=False, repacked=True)
+        problem = Problem(m, n, k, 128, layouts=(FRAGMENTS,))
         kernels = [c.family.plan(c.config, problem, device).kernel for c in sweep.legal(problem, WITHIN)]
         for kernel in kernels:
             if kernel not in futures:
@@ -65,7 +64,7 @@ def measure(cell: Cell, stream: Any) -> dict[str, Any]:
     best = min(range(len(us)), key=us.__getitem__)
 
     def label(i: int) -> str:
-        return tuned.label(candidates[i].family, candidates[i].config)
+        return candidates[i].label
 
     return {
         "k": k,

@@ -36,10 +36,14 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_awq.kernels.gemm import gemm_sm90, gemm_sm90_costs, gemm_sm90_large
+from cupy_awq.kernels.gemm import gemm_sm90_costs, gemm_sm90_large
+from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
+from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.int8 import gemm_int8_sm90, gemm_w4a8_costs, gemm_w4a8_sm90
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
+from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime.device import Device
 from tests.peers.sweep import FirstChoice, table
@@ -60,7 +64,7 @@ def _wgmma(constants: str) -> Model:
         return config.name == WGMMA and costs.wgmma_costs(problem.m) is getattr(costs, constants)
 
     costs = gemm_sm90_costs
-    return Model(costs, constants, gemm_sm90, GemmSm90Config, serves)
+    return Model(costs, constants, GEMM_SM90, GemmSm90Config, serves)
 
 
 def _w4a8(constants: str) -> Model:
@@ -68,23 +72,23 @@ def _w4a8(constants: str) -> Model:
         return costs.choose_costs(problem.m, config.offset_tiles) is getattr(costs, constants)
 
     costs = gemm_w4a8_costs
-    return Model(costs, constants, gemm_w4a8_sm90, gemm_w4a8_sm90.GemmW4A8Config, serves)
+    return Model(costs, constants, GEMM_W4A8_SM90, gemm_w4a8_sm90.GemmW4A8Config, serves)
 
 
 MODELS = {
-    "mma": Model(gemm_sm90_costs, "MMA_COSTS", gemm_sm90, GemmSm90Config, lambda c, p: c.name == MMA),
+    "mma": Model(gemm_sm90_costs, "MMA_COSTS", GEMM_SM90, GemmSm90Config, lambda c, p: c.name == MMA),
     "wgmma-16": _wgmma("WGMMA_COSTS_16"),
     "wgmma-32": _wgmma("WGMMA_COSTS_32"),
     "wgmma-64": _wgmma("WGMMA_COSTS_64"),
     "wgmma": _wgmma("WGMMA_COSTS"),
-    "large": Model(gemm_sm90_large, "COSTS", gemm_sm90_large, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
+    "large": Model(GEMM_SM90_LARGE, "COSTS", GEMM_SM90_LARGE, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
     "w4a8-16": _w4a8("COSTS_16"),
     "w4a8-32": _w4a8("COSTS_32"),
     "w4a8-64": _w4a8("COSTS_64"),
     "w4a8": _w4a8("COSTS"),
     "w4a8-offsets": _w4a8("OFFSET_TILE_COSTS"),
-    "int8": Model(gemm_int8_sm90, "COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
-    "fp8": Model(gemm_int8_sm90, "FP8_COSTS", gemm_int8_sm90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
+    "int8": Model(GEMM_INT8_SM90, "COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
+    "fp8": Model(GEMM_INT8_SM90, "FP8_COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }
 PRIOR = 0.03
 """The weight of the distance to the present constants, which keeps those that the times do not determine."""

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.select import choose
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.device import Device
@@ -83,6 +83,6 @@ def submit_chosen(
     pool: ProcessPoolExecutor, cells: Iterable[tuple[int, int, int]], device: Device
 ) -> list[Future[None]]:
     """Start to compile the kernels that AwqLinear chooses for cells (K, N, M)."""
-    problems = [Problem(m, n, k, 128, repacked=True) for k, n, m in cells]
+    problems = [Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS)) for k, n, m in cells]
     kernels = dict.fromkeys(choose(problem, device).plan.kernel for problem in problems)
     return [pool.submit(build, kernel) for kernel in kernels]

@@ -36,7 +36,7 @@ from unittest import mock
 
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
@@ -98,7 +98,7 @@ class Gemm:
         weight = repack(packed_weight(k, n))
         assert isinstance(weight, RepackedWeight)
         fields = {"scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
-        self.problem = Problem(m, n, k, 128, has_awq_layout=False, repacked=True, **fields)
+        self.problem = Problem(m, n, k, 128, layouts=(FRAGMENTS,), **fields)
         count = copies(weight.repacked.nbytes)
         weights = [weight.repacked.copy() for _ in range(count)]
         xs = [activations(m, k) for _ in range(copies(m * k * 2, count))]

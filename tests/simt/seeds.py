@@ -10,9 +10,9 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.registry import FAMILIES
 from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched
@@ -50,7 +50,7 @@ def make_case(seed: Seed) -> Case:
     If no configuration that is tried by default has them, such as a tile far higher than M, the last one gets them.
     """
     here = device.nominal(seed.arch)
-    family = select.FAMILIES[seed.kernel.removesuffix("_mma")]
+    family = FAMILIES[seed.kernel.removesuffix("_mma")]
     configs = list(family.configs(seed.problem, here))
     suited = [c for c in configs if all(getattr(c, name) == value for name, value in seed.config.items())]
     return family, suited[-1] if suited else replace(configs[-1], **seed.config), here, seed.problem

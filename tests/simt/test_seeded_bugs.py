@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cupy_awq.kernels.gemm.problem import Fusion, Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 LONG = Problem(40, 224, 640, 64)
@@ -15,12 +15,12 @@ GEMV = Problem(1, 264, 320, 32)
 FEW = Problem(5, 160, 640, 32)
 FEW_LONG = Problem(5, 160, 4096, 64)
 FEW_CONSTANT = Problem(5, 160, 640, 32, may_prefetch_weights=True)
-REPACKED = Problem(20, 192, 1024, 128, repacked=True)
-REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
-REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
-REPACKED_ONE = Problem(1, 192, 1024, 128, repacked=True)
-ADDED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream"))
-NORMED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("rms_norm_x", eps=1e-6))
+REPACKED = Problem(20, 192, 1024, 128, layouts=(AWQ, FRAGMENTS))
+REPACKED_MANY = Problem(70, 64, 3072, 128, layouts=(AWQ, FRAGMENTS), scale_exponent=6)
+REPACKED_FEW = Problem(3, 192, 1024, 128, layouts=(AWQ, FRAGMENTS))
+REPACKED_ONE = Problem(1, 192, 1024, 128, layouts=(AWQ, FRAGMENTS))
+ADDED = Problem(5, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), fusion=Fusion("add_to_stream"))
+NORMED = Problem(5, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), fusion=Fusion("rms_norm_x", eps=1e-6))
 
 SEEDS = {
     # Barriers
@@ -196,7 +196,7 @@ SEEDS = {
     ),
     "residual_stream: squares of more than 4,096 columns are left out": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
-        Problem(2, 64, 4224, 128, repacked=True, fusion=Fusion("rms_norm_x")),
+        Problem(2, 64, 4224, 128, layouts=(AWQ, FRAGMENTS), fusion=Fusion("rms_norm_x")),
     ),
     "residual_stream: each lane adds up a part of the squares alone": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "total += __shfl_xor_sync(four, total, 2);", "", VALUES, ADDED,
@@ -210,7 +210,7 @@ SEEDS = {
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
-        Problem(32, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream")), {"split_k": 2},
+        Problem(32, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), fusion=Fusion("add_to_stream")), {"split_k": 2},
     ),
     "gemm_sm90: the full barriers expect one arrival too many": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
-UNEVEN = Problem(20, 64, 1152, 128, repacked=True)
+UNEVEN = Problem(20, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
 """Tiles of 24 rows, of which the CTAs of a cluster of five own 6, 6, 6, 6 and none."""
-SEVERAL = Problem(136, 64, 1152, 128, repacked=True)
+SEVERAL = Problem(136, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
 """Two tiles of 72 rows, of which the CTAs of a cluster of five own 16, 16, 16, 16 and 8."""
 EPILOGUE = "gemm/gemm_sm90_epilogue.cuh"
 INVALID = ("invalid", "invalid")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from cupy_awq.kernels.gemm.gemm_sm90_config import MMA_INVARIANT
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, VALUES, Seed, assert_caught
 
 FEW = Problem(5, 160, 2048, 64, batch_invariant=True)
-REPACKED = Problem(3, 192, 1024, 128, repacked=True, batch_invariant=True)
+REPACKED = Problem(3, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), batch_invariant=True)
 SLICED = Problem(40, 224, 640, 64, batch_invariant=True)
 
 SEEDS = {

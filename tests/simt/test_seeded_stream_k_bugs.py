@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, RACE, VALUES, Seed, assert_caught
 
-PROBLEM = Problem(140, 384, 768, 128, repacked=True)
+PROBLEM = Problem(140, 384, 768, 128, layouts=(AWQ, FRAGMENTS))
 """Six tiles of 80 rows and 128 columns, with six k tiles each; partial sums pass through the pipeline."""
-GATED = Problem(140, 768, 768, 128, gated=True, activation="silu", repacked=True)
+GATED = Problem(140, 768, 768, 128, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))
 """Six tiles of 80 rows and 256 columns, with six k tiles each; warpgroups read partial sums themselves."""
 EPILOGUE = "gemm/gemm_sm90_large_epilogue.cuh"
 COPY = (

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupy_awq.kernels import select
 from cupy_awq.kernels.conv2d.problem import Convolution
 from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
 from cupy_awq.kernels.family import AnyFamily
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
+from cupy_awq.kernels.registry import FAMILIES_OF
 from cupy_awq.runtime import device
 
 PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}
@@ -92,7 +92,7 @@ def table() -> str:
         f"| operation: kernels | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
     ]
-    for name, family in select.FAMILIES_OF[Problem].items():
+    for name, family in FAMILIES_OF[Problem].items():
         rows = [m for m in (1, 2, 16, 17, 33) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
         span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16", (33,): "33 and more"}.get(tuple(rows), "any")
         cells = [
@@ -101,7 +101,7 @@ def table() -> str:
         ]
         lines.append(f"| `gemm`: `{name}` | {span} | {' | '.join(cells)} | `{TESTS[name]}` |")
     for name, operation in OTHERS.items():
-        families = "" if operation.problem is None else f": `{', '.join(select.FAMILIES_OF[operation.problem])}`"
+        families = "" if operation.problem is None else f": `{', '.join(FAMILIES_OF[operation.problem])}`"
         cells = [operation.dtypes if arch >= operation.first_path else "-" for arch in PATHS]
         lines.append(f"| `{name}`{families} | {operation.rows} | {' | '.join(cells)} | `{operation.test}` |")
     return "\n".join(lines)
@@ -109,7 +109,7 @@ def table() -> str:
 
 def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
     """Return whether the family is legal for a weight in the AWQ layout or in the repacked layout."""
-    problems = (Problem(m, 256, 256, 64, dtype, repacked=repacked) for repacked in (False, True))
+    problems = (Problem(m, 256, 256, 64, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked]) for repacked in (False, True))
     return any(family.refusal(problem, device.nominal(arch)) is None for problem in problems)
 
 

@@ -13,7 +13,7 @@ import argparse
 import time
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.runtime import device
 from tests.backends import runner
 from tests.test_kernels import check_matmul
@@ -51,7 +51,9 @@ def main() -> None:
     arguments = parser.parse_args()
     k, n = map(int, arguments.shape.split("x"))
     repacked = arguments.kernel in ("gemm_sm90", "gemm_sm90_large")
-    problem = Problem(arguments.m, n, k, arguments.group_size, arguments.dtype, repacked=repacked)
+    problem = Problem(
+        arguments.m, n, k, arguments.group_size, arguments.dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked]
+    )
     count = run(problem, arguments.kernel, arguments.arch, arguments.landing, arguments.limit)
     print(f"{count} configurations of {arguments.kernel} are right")
 

@@ -16,13 +16,14 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.conv2d.conv2d_sm90 import image_view
 from cupy_awq.kernels.conv2d.problem import Convolution, rounded_parameters, sm90_refusal
-from cupy_awq.kernels.family import AnyFamily, Workspace
-from cupy_awq.kernels.gemm import gemm_sm90, gemm_sm90_large
+from cupy_awq.kernels.family import AnyFamily, Family
+from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M
+from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_config import GemmSm90Config
-from cupy_awq.kernels.gemm.gemm_sm90_large import GemmSm90LargeConfig
-from cupy_awq.kernels.gemm.problem import Problem, Strides
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout
-from cupy_awq.kernels.hopper import ROUNDED_MIN_M
+from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE, GemmSm90LargeConfig
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem, Strides
+from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -54,15 +55,14 @@ def gemm_problem(problem: Convolution) -> Problem:
         problem.bias_dtype,
         activation=problem.activation,
         limits=problem.limits,
-        has_awq_layout=False,
-        repacked=True,
+        layouts=(FRAGMENTS,),
         strides=Strides(problem.strides[2], n // 8, n, n, n, n),
     )
 
 
 def _family(config: GemmConfig) -> AnyFamily:
     """Return the GEMM family of a configuration."""
-    return gemm_sm90 if isinstance(config, GemmSm90Config) else gemm_sm90_large
+    return GEMM_SM90 if isinstance(config, GemmSm90Config) else GEMM_SM90_LARGE
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
@@ -80,14 +80,14 @@ def refusal(problem: Convolution, device: Device) -> str | None:
     if sizes.pixels < ROUNDED_MIN_M:
         return f"needs {ROUNDED_MIN_M} pixels of y, not {sizes.pixels}"
     # AwqLinear cannot repack offsets; `_repacked` can.
-    return replace(RepackedLayout.of(gemm_problem(problem)), zeros="symmetric").refusal()
+    return replace(FragmentLayout.of(gemm_problem(problem)), zeros="symmetric").refusal()
 
 
 def configs(problem: Convolution, device: Device) -> list[GemmConfig]:
     """Return the legal configurations of both GEMM families that need no workspace."""
     gemm = gemm_problem(problem)
-    small = [config for config in gemm_sm90.configs(gemm, device) if config.scaled]
-    large = [config for config in gemm_sm90_large.configs(gemm, device) if not config.stream_k_units]
+    small = [config for config in GEMM_SM90.configs(gemm, device) if config.scaled]
+    large = [config for config in GEMM_SM90_LARGE.configs(gemm, device) if not config.stream_k_units]
     return [*small, *large]
 
 
@@ -111,19 +111,14 @@ def plan(config: GemmConfig, problem: Convolution, device: Device) -> LaunchPlan
     return _family(config).plan(config, gemm_problem(problem), device)
 
 
-def workspace(config: GemmConfig, problem: Convolution) -> Workspace:
-    """Return an empty workspace, since no configuration uses stream-K."""
-    return Workspace()
-
-
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array | None]:
-    """Return the buffers "weight", in the repacked layout, and "residual", which is absent."""
-    layout = RepackedLayout.of(gemm_problem(problem))
+    """Return the buffers "weight", in the fragment layout, and "residual", which is absent."""
+    layout = FragmentLayout.of(gemm_problem(problem))
     repacked = weight.layout(("repacked", problem.dtype), lambda: _repacked(weight, layout, np.dtype(problem.dtype)))
     return {"weight": repacked, "residual": None}
 
 
-def _repacked(weight: BlockQuantizedWeight, layout: RepackedLayout, dtype: np.dtype[np.generic]) -> Array:
+def _repacked(weight: BlockQuantizedWeight, layout: FragmentLayout, dtype: np.dtype[np.generic]) -> Array:
     """Return the weight in the layout of ``cuda_src/gemm/repacked_layout.cuh``, uint8 [nbytes]."""
     xp = namespace(weight.stored)
     columns, k_tiles = layout.tile_columns, layout.k_tiles
@@ -149,3 +144,18 @@ def _repacked(weight: BlockQuantizedWeight, layout: RepackedLayout, dtype: np.dt
     groups = values.reshape(len(parameters), columns, 2, 2, 8, k_tiles, layout.groups).transpose(1, 5, 6, 2, 0, 4, 3)
     parts.append(xp.ascontiguousarray(groups).view(np.uint8).reshape(columns, k_tiles, -1))
     return xp.ascontiguousarray(xp.concatenate(parts, axis=2)).reshape(-1)
+
+
+class Conv2dGemm(Family[Convolution, GemmConfig]):
+    """The family ``conv2d_gemm``."""
+
+    NAME = NAME
+    needs = HOPPER
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+CONV2D_GEMM = Conv2dGemm()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.conv2d.problem import ConvolutionSizes, SimtConfig, output_grid, simt_estimate_us
-from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.family import Family, KernelProblem
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
@@ -19,7 +19,7 @@ ACTIVATIONS = (None, "clamp")
 
 
 @dataclass(frozen=True)
-class Int8Convolution:
+class Int8Convolution(KernelProblem):
     """A convolution of int8 x with int8 codes, requantized to int8 with one multiplier per output channel.
 
     Attributes:
@@ -43,12 +43,12 @@ class Int8Convolution:
             f"W[{s.outputs * s.groups}, {s.kernel_h}, {s.kernel_w}, {s.channels}]"
         )
 
-    tuning_key = None
-
-
-def refusal(problem: Int8Convolution, device: Device) -> str | None:
-    """Return None, since the family can solve every problem."""
-    return None
+    @classmethod
+    def common_problems(cls) -> Iterator[Int8Convolution]:
+        """Yield a convolution with y in NHWC and one with y in NCHW, which the compile command compiles."""
+        sizes = ConvolutionSizes(1, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1)
+        for nhwc in (True, False):
+            yield Int8Convolution(sizes, (56 * 56 * 64, 56 * 64, 64, 1), nhwc, 0, (-128, 127))
 
 
 def configs(problem: Int8Convolution, device: Device) -> list[SimtConfig]:
@@ -75,13 +75,13 @@ def plan(config: SimtConfig, problem: Int8Convolution, device: Device) -> Launch
     return LaunchPlan(kernel, grid, (config.threads, 1, 1), (*pointers, *scalars))
 
 
-def workspace(config: SimtConfig, problem: Int8Convolution) -> Workspace:
-    """Return an empty workspace, since K is not split."""
-    return Workspace()
+class Conv2dInt8(Family[Int8Convolution, SimtConfig]):
+    """The family ``conv2d_int8``."""
+
+    NAME = NAME
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
 
 
-def common_problems() -> Iterator[Int8Convolution]:
-    """Yield one convolution with y in NHWC and one with y in NCHW, which the compile command compiles in advance."""
-    sizes = ConvolutionSizes(1, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1)
-    for nhwc in (True, False):
-        yield Int8Convolution(sizes, (56 * 56 * 64, 56 * 64, 64, 1), nhwc, 0, (-128, 127))
+CONV2D_INT8 = Conv2dInt8()

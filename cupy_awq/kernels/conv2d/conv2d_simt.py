@@ -15,7 +15,7 @@ from cupy_awq.kernels.conv2d.problem import (
     simt_estimate_us,
     tensor_core_refusal,
 )
-from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.family import Family
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -47,11 +47,6 @@ def plan(config: SimtConfig, problem: Convolution, device: Device) -> LaunchPlan
     return LaunchPlan(kernel, output_grid(problem.sizes, config.threads), (config.threads, 1, 1), arguments)
 
 
-def workspace(config: SimtConfig, problem: Convolution) -> Workspace:
-    """Return an empty workspace, since K is not split."""
-    return Workspace()
-
-
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
     """Return the weight buffers "codes", uint8, and "parameters", float32 [2, Co, blocks]: scales, then offsets."""
     xp = namespace(weight.scale)
@@ -64,3 +59,17 @@ def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[s
         "codes": weight.layout("simt codes", lambda: xp.ascontiguousarray(weight.codes)),
         "parameters": weight.layout("simt parameters", parameters),
     }
+
+
+class Conv2dSimt(Family[Convolution, SimtConfig]):
+    """The family ``conv2d_simt``."""
+
+    NAME = NAME
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+CONV2D_SIMT = Conv2dSimt()

@@ -10,10 +10,16 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.conv2d import conv2d_sm90
-from cupy_awq.kernels.conv2d.problem import VECTOR_CHANNELS, Convolution, rounded_parameters, tensor_core_refusal
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ceil_div, split_counts
+from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
+from cupy_awq.kernels.conv2d.problem import (
+    TENSOR_CORES,
+    VECTOR_CHANNELS,
+    Convolution,
+    rounded_parameters,
+    tensor_core_refusal,
+)
+from cupy_awq.kernels.family import Family, Workspace
+from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.packing import namespace, pack_int4, pack_int8
 from cupy_awq.runtime.device import Device
@@ -62,8 +68,8 @@ class Conv2dSm80Config(WarpTileConfig):
 def refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why the family cannot or need not solve the problem, or None."""
     reason = tensor_core_refusal(problem, device)
-    if reason is None and conv2d_sm90.refusal(problem, device) is None:
-        return f"is replaced by {conv2d_sm90.NAME}"
+    if reason is None and CONV2D_SM90.refusal(problem, device) is None:
+        return f"is replaced by {CONV2D_SM90.NAME}"
     return reason
 
 
@@ -137,3 +143,19 @@ def _stages_of_k(problem: Convolution) -> int:
     """Return the number of main-loop iterations along K; each consumes one pipeline stage."""
     sizes = problem.sizes
     return ceil_div(sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, VECTOR_CHANNELS), STAGE_VECTORS)
+
+
+class Conv2dSm80(Family[Convolution, Conv2dSm80Config]):
+    """The family ``conv2d_sm80``."""
+
+    NAME = NAME
+    needs = TENSOR_CORES
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    workspace = staticmethod(workspace)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+CONV2D_SM80 = Conv2dSm80()

@@ -17,8 +17,9 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.conv2d.problem import Convolution, ConvolutionSizes, sm90_refusal
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ceil_div
+from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.hopper import HOPPER
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -316,11 +317,6 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
     )
 
 
-def workspace(config: Conv2dSm90Config, problem: Convolution) -> Workspace:
-    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through DSMEM."""
-    return Workspace()
-
-
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
     """Return the weight buffers "codes" and "parameters", in the layouts of ``cuda_src/conv2d/conv2d_sm90.cu``."""
     dtype = np.dtype(problem.dtype)
@@ -403,3 +399,18 @@ def _max_ctas_per_sm(config: Conv2dSm90Config, problem: Convolution, device: Dev
     warps = 4 * (16384 // (32 * registers))
     # The driver reserves 1 KiB of shared memory for each CTA.
     return min(3, device.shared_bytes_per_sm // (shared_bytes + 1024), warps // (config.threads // 32))
+
+
+class Conv2dSm90(Family[Convolution, Conv2dSm90Config]):
+    """The family ``conv2d_sm90``."""
+
+    NAME = NAME
+    needs = HOPPER
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+CONV2D_SM90 = Conv2dSm90()

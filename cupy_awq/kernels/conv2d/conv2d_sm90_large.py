@@ -15,9 +15,9 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.conv2d import conv2d_sm90
 from cupy_awq.kernels.conv2d.conv2d_sm90 import (
     CHUNK,
+    CONV2D_SM90,
     MAX_BOX,
     TILE_CO,
     ImageView,
@@ -30,8 +30,9 @@ from cupy_awq.kernels.conv2d.conv2d_sm90 import (
     x_map,
 )
 from cupy_awq.kernels.conv2d.problem import Convolution, ConvolutionSizes, rounded_parameters
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ceil_div
+from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.hopper import HOPPER
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -184,7 +185,7 @@ class Conv2dSm90LargeConfig:
 
 def refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why the family cannot solve the problem, or None if it can."""
-    reason = conv2d_sm90.refusal(problem, device)
+    reason = CONV2D_SM90.refusal(problem, device)
     if reason:
         return reason
     if problem.sizes.pixels < MIN_PIXELS:
@@ -272,11 +273,6 @@ def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) ->
         cluster=(config.split_k, 1, 1),
         dependent=True,
     )
-
-
-def workspace(config: Conv2dSm90LargeConfig, problem: Convolution) -> Workspace:
-    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through DSMEM."""
-    return Workspace()
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
@@ -387,3 +383,18 @@ def _pixel_tile(image: ImageView, sizes: ConvolutionSizes, pixels: int) -> tuple
 def _even_tile(size: int, most: int) -> int:
     """Return the tile size that divides ``size`` into the fewest tiles of at most ``most``, as evenly as possible."""
     return ceil_div(size, ceil_div(size, most))
+
+
+class Conv2dSm90Large(Family[Convolution, Conv2dSm90LargeConfig]):
+    """The family ``conv2d_sm90_large``."""
+
+    NAME = NAME
+    needs = HOPPER
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+CONV2D_SM90_LARGE = Conv2dSm90Large()

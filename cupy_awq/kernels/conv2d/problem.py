@@ -12,18 +12,20 @@ import numpy as np
 from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import TuningKey
-from cupy_awq.kernels.gemm.problem import TYPES, ceil_div
+from cupy_awq.kernels.dtypes import TYPES
+from cupy_awq.kernels.family import KernelProblem, TuningKey
+from cupy_awq.kernels.hopper import HOPPER
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
-from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
 """The kinds of activation (see `cupy_awq.activation`) that the convolution kernels support."""
 VECTOR_CHANNELS = 8
 """The number of 16-bit channels in a 16-byte copy of the tensor-core kernels."""
-MMA_ARCH = 80
-"""The oldest architecture with a tensor-core convolution kernel."""
+TENSOR_CORES = Capability.MMA_M16N8K16, Capability.CP_ASYNC
+"""The capabilities that the tensor-core convolution kernels need."""
 
 RESIDENT_THREADS = 2048
 """The number of resident threads per SM that `simt_estimate_us` assumes."""
@@ -76,7 +78,7 @@ class ConvolutionSizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(KernelProblem):
     """A validated 2-D convolution with a weight of 4- or 8-bit codes.
 
     Attributes:
@@ -157,6 +159,21 @@ class Convolution:
         limits = map(np.float32, self.limits)
         return (*map(np.int64, self.strides[:stride_count]), np.int32(block_size), *map(np.int32, self.sizes), *limits)
 
+    @classmethod
+    def common_problems(cls) -> Iterator[Convolution]:
+        """Yield convolutions of common layers, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16", "float32"):
+            for bits in (4, 8):
+                problem = nhwc_problem(1, 56, 64, 64, 3, bits, dtype)
+                yield problem
+                yield replace(problem, nhwc=False)
+        wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
+        pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
+        for batch in (1, 8, 32):
+            for bits in (4, 8):
+                for kernel, channels, outputs, side in wide + pointwise:
+                    yield nhwc_problem(batch, side, channels, outputs, kernel, bits)
+
 
 def activation_refusal(problem: Convolution) -> str | None:
     """Return the reason why convolution kernels do not support the problem's activation, or None if they do."""
@@ -168,8 +185,9 @@ def activation_refusal(problem: Convolution) -> str | None:
 def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why tensor-core kernels cannot solve the problem, or None."""
     sizes = problem.sizes
-    if device.arch < MMA_ARCH:
-        return f"needs sm_{MMA_ARCH} or newer, not sm_{device.arch}"
+    reason = device.refusal(TENSOR_CORES)
+    if reason is not None:
+        return reason
     if problem.dtype == "float32":
         return "takes x of float16 or bfloat16, not float32"
     if sizes.pixels >= 2**31:
@@ -185,9 +203,7 @@ def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
 
 def sm90_refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why kernels for Hopper's tensor cores cannot solve the problem, or None."""
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
-    return tensor_core_refusal(problem, device)
+    return device.refusal(HOPPER) or tensor_core_refusal(problem, device)
 
 
 @dataclass(frozen=True)
@@ -239,18 +255,3 @@ def nhwc_problem(
     pad = kernel // 2
     sizes = ConvolutionSizes(batch, side, side, channels, outputs, 1, kernel, kernel, side, side, pad_h=pad, pad_w=pad)
     return Convolution(sizes, 32, bits, True, dtype, (side * side * channels, side * channels, channels, 1))
-
-
-def common_problems() -> Iterator[Convolution]:
-    """Yield convolutions of common layers, which the compile command compiles in advance."""
-    for dtype in ("float16", "bfloat16", "float32"):
-        for bits in (4, 8):
-            problem = nhwc_problem(1, 56, 64, 64, 3, bits, dtype)
-            yield problem
-            yield replace(problem, nhwc=False)
-    wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
-    pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
-    for batch in (1, 8, 32):
-        for bits in (4, 8):
-            for kernel, channels, outputs, side in wide + pointwise:
-                yield nhwc_problem(batch, side, channels, outputs, kernel, bits)

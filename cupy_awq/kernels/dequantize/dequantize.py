@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, PTX_ARCH, TYPES, ZEROS, ceil_div
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES, ZEROS
+from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "dequantize"
 
 
 @dataclass(frozen=True)
-class Dequantization:
+class Dequantization(KernelProblem):
     """A validated dequantization W[k, n] = (q[k, n] - z[g, n]) * s[g, n], g = k // group_size.
 
     Attributes:
@@ -40,10 +42,16 @@ class Dequantization:
     aligned: bool
     strides: tuple[int, int, int, int]
 
-    tuning_key = None
-
     def __str__(self) -> str:
         return f"W[{self.k}, {self.n}] {self.dtype} = (q - z) * s, group size {self.group_size}"
+
+    @classmethod
+    def common_problems(cls) -> Iterator[Dequantization]:
+        """Yield dequantizations to each dtype, which the compile command compiles in advance."""
+        n = 4096
+        for dtype in ("float16", "bfloat16", "float32"):
+            scales = "bfloat16" if dtype == "bfloat16" else "float16"
+            yield cls(4096, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n))
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,6 @@ class DequantizeConfig:
     split_k = 1
 
 
-def refusal(problem: Dequantization, device: Device) -> str | None:
-    return None
-
-
 def configs(problem: Dequantization, device: Device) -> list[DequantizeConfig]:
     return [DequantizeConfig()]
 
@@ -76,13 +80,13 @@ def estimate_us(config: DequantizeConfig, problem: Dequantization, device: Devic
 
 
 def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> LaunchPlan:
-    arch = {"float16": PTX_ARCH, "bfloat16": 80}[problem.scales_dtype]
+    need = {"float16": Capability.INLINE_PTX, "bfloat16": Capability.BFLOAT16}[problem.scales_dtype]
     defines: tuple[tuple[str, int | str], ...] = (
         ("SCALE", TYPES[problem.scales_dtype]),
         ("OUT", TYPES[problem.dtype]),
         ("ZEROS", ZEROS[problem.zeros]),
         ("ALIGNED", int(problem.aligned)),
-        ("PTX_PATH", int(device.arch >= arch and problem.dtype == problem.scales_dtype)),
+        ("PTX_PATH", int(device.has(need) and problem.dtype == problem.scales_dtype)),
         ("ROWS", config.rows),
         ("THREADS", config.threads),
     )
@@ -93,5 +97,13 @@ def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> L
     return LaunchPlan(kernel, grid, (config.threads, 1, 1), arguments)
 
 
-def workspace(config: DequantizeConfig, problem: Dequantization) -> Workspace:
-    return Workspace()
+class Dequantize(Family[Dequantization, DequantizeConfig]):
+    """The family ``dequantize``."""
+
+    NAME = NAME
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+
+
+DEQUANTIZE = Dequantize()

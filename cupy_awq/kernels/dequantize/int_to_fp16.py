@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import PTX_ARCH, ceil_div
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "int_to_fp16"
@@ -18,7 +19,7 @@ VALUES = {"s4_to_fp16x2": 8, "int8_to_fp16": 4}
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(KernelProblem):
     """A validated conversion of ``count`` 32-bit words to float16.
 
     Attributes:
@@ -31,10 +32,14 @@ class Conversion:
     count: int
     aligned: bool
 
-    tuning_key = None
-
     def __str__(self) -> str:
         return f"float16[{self.count * VALUES[self.entry]}] = {self.entry}(words[{self.count}])"
+
+    @classmethod
+    def common_problems(cls) -> Iterator[Conversion]:
+        """Yield a conversion of each kind, which the compile command compiles in advance."""
+        for entry in VALUES:
+            yield cls(entry, 1, True)
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,6 @@ class ConvertConfig:
     split_k = 1
 
 
-def refusal(problem: Conversion, device: Device) -> str | None:
-    return None
-
-
 def configs(problem: Conversion, device: Device) -> list[ConvertConfig]:
     return [ConvertConfig()]
 
@@ -66,7 +67,7 @@ def estimate_us(config: ConvertConfig, problem: Conversion, device: Device) -> f
 def plan(config: ConvertConfig, problem: Conversion, device: Device) -> LaunchPlan:
     defines = (
         ("ALIGNED", int(problem.aligned)),
-        ("PTX_PATH", int(device.arch >= PTX_ARCH)),
+        ("PTX_PATH", int(device.has(Capability.INLINE_PTX))),
         ("THREADS", config.threads),
     )
     kernel = Kernel("dequantize/int_to_fp16.cu", problem.entry, defines, device.target)
@@ -74,5 +75,13 @@ def plan(config: ConvertConfig, problem: Conversion, device: Device) -> LaunchPl
     return LaunchPlan(kernel, grid, (config.threads, 1, 1), ("words", "out", np.int64(problem.count)))
 
 
-def workspace(config: ConvertConfig, problem: Conversion) -> Workspace:
-    return Workspace()
+class IntToFp16(Family[Conversion, ConvertConfig]):
+    """The family ``int_to_fp16``."""
+
+    NAME = NAME
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+
+
+INT_TO_FP16 = IntToFp16()

@@ -6,13 +6,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.kernels.gemm import gemm_sm90
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, TYPES, Problem, ceil_div
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "gather_columns"
@@ -26,54 +29,85 @@ THREADS_PER_SM = 2048
 """The number of resident threads per SM for which the grid is sized."""
 
 
-@functools.lru_cache(maxsize=1024)
-def plan(device: Device, m: int, k: int, dtype: str, x_stride: int, *, x_aligned: bool) -> LaunchPlan:
-    """Return the launch plan of y [m, k] = x [m, order].
+@dataclass(frozen=True)
+class ColumnGather(MemoryBoundProblem):
+    """A gather y [m, k] = x [m, order].
 
-    The buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous); ``order`` and ``y`` are aligned
-    to 32 bytes.
-
-    Args:
-        device: the GPU.
-        m, k: the numbers of rows and columns of x.
-        dtype: the dtype of x and y: float16, bfloat16 or float32.
-        x_stride: the row stride of x in elements.
+    Attributes:
+        m, k: numbers of rows and columns of x.
+        dtype: dtype of x and y: float16, bfloat16 or float32.
+        x_stride: row stride of x in elements.
         x_aligned: whether all rows of x start at multiples of 16 bytes, 32 for float32.
     """
-    is_wide = k % 8 == 0
-    row_bytes = k * ITEMSIZE[dtype]
-    is_staged = m > DIRECT_ROWS and row_bytes <= device.shared_bytes_per_block
-    threads = STAGED_THREADS if is_staged else DIRECT_THREADS
-    if is_staged:
-        by_memory = device.shared_bytes_per_sm // (row_bytes + 1024)
-        ctas = device.sm_count * max(1, min(by_memory, THREADS_PER_SM // threads))
-        grid = 1, min(m, ctas), 1
-    else:
-        grid = ceil_div(k // 8 if is_wide else k, threads), min(m, MAX_GRID), 1
-    is_dependent = device.arch >= 90
-    defines = (
-        ("X", TYPES["float16" if ITEMSIZE[dtype] == 2 else dtype]),
-        ("WIDE", int(is_wide)),
-        ("X_ALIGNED", int(x_aligned and is_wide)),
-        ("STAGED", int(is_staged)),
-        ("THREADS", threads),
-        ("DEPENDENT", int(is_dependent)),
-    )
-    return LaunchPlan(
-        Kernel("gemm/gather_columns.cu", NAME, defines, device.target),
-        grid,
-        (threads, 1, 1),
-        ("x", "order", "y", *map(np.int32, (m, k, x_stride))),
-        row_bytes if is_staged else 0,
-        dependent=is_dependent,
-    )
+
+    m: int
+    k: int
+    dtype: str
+    x_stride: int
+    x_aligned: bool
+
+    def __str__(self) -> str:
+        return f"y[{self.m}, {self.k}] {self.dtype} = x[:, order]"
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row of x in bytes."""
+        return self.k * ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of x, y and the order in bytes."""
+        return 2 * self.m * self.row_bytes + 4 * self.k
+
+    @classmethod
+    def common_problems(cls) -> Iterator[ColumnGather]:
+        """Yield gathers for layers whose K is a multiple of 8, which the compile command compiles in advance."""
+        for dtype in ("float16", "float32"):
+            for m in (1, 2 * DIRECT_ROWS):
+                yield ColumnGather(m, 4096, dtype, 4096, x_aligned=True)
 
 
-def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels for layers whose K is a multiple of 8."""
-    for dtype in ("float16", "float32"):
-        for m in (1, 2 * DIRECT_ROWS):
-            yield plan(device, m, 4096, dtype, 4096, x_aligned=True).kernel
+class GatherColumns(SoleConfigFamily[ColumnGather]):
+    """The family ``gather_columns``."""
+
+    NAME = NAME
+
+    def plan(self, config: SoleConfig, problem: ColumnGather, device: Device) -> LaunchPlan:
+        """Return the launch plan.
+
+        The buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous); ``order`` and ``y`` are
+        aligned to 32 bytes.
+        """
+        m, k, row_bytes = problem.m, problem.k, problem.row_bytes
+        is_wide = k % 8 == 0
+        is_staged = m > DIRECT_ROWS and row_bytes <= device.shared_bytes_per_block
+        threads = STAGED_THREADS if is_staged else DIRECT_THREADS
+        if is_staged:
+            by_memory = device.shared_bytes_per_sm // (row_bytes + 1024)
+            ctas = device.sm_count * max(1, min(by_memory, THREADS_PER_SM // threads))
+            grid = 1, min(m, ctas), 1
+        else:
+            grid = ceil_div(k // 8 if is_wide else k, threads), min(m, MAX_GRID), 1
+        is_dependent = device.has(Capability.DEPENDENT_LAUNCH)
+        defines = (
+            ("X", TYPES["float16" if ITEMSIZE[problem.dtype] == 2 else problem.dtype]),
+            ("WIDE", int(is_wide)),
+            ("X_ALIGNED", int(problem.x_aligned and is_wide)),
+            ("STAGED", int(is_staged)),
+            ("THREADS", threads),
+            ("DEPENDENT", int(is_dependent)),
+        )
+        return LaunchPlan(
+            Kernel("gemm/gather_columns.cu", NAME, defines, device.target),
+            grid,
+            (threads, 1, 1),
+            ("x", "order", "y", *map(np.int32, (m, k, problem.x_stride))),
+            row_bytes if is_staged else 0,
+            dependent=is_dependent,
+        )
+
+
+GATHER_COLUMNS = GatherColumns()
 
 
 def estimate_added_us(k: int, gemm_us: float) -> float:
@@ -103,14 +137,14 @@ def refusal(problem: Problem, device: Device) -> str | None:
     """Return the reason why no GEMM kernel gathers the columns of x for a problem with ``gathers_x``, or None."""
     if problem.batch_invariant:
         return "no batch-invariant GEMM gathers the columns of x"
-    reason = gemm_sm90.refusal(problem, device)
-    return reason and f"{gemm_sm90.NAME} {reason}"
+    reason = GEMM_SM90.refusal(problem, device)
+    return reason and f"{GEMM_SM90.NAME} {reason}"
 
 
 def _times(problem: Problem, device: Device) -> tuple[float, float]:
     """Return the modelled microseconds of a GEMM that gathers the columns of x, and of a launch and a GEMM."""
     fused, plain = (
-        min((gemm_sm90.estimate_us(config, p, device) for config in gemm_sm90.configs(p, device)), default=math.inf)
+        min((GEMM_SM90.estimate_us(config, p, device) for config in GEMM_SM90.configs(p, device)), default=math.inf)
         for p in (problem, replace(problem, gathers_x=False))
     )
     return fused, plain + estimate_added_us(problem.k, plain)

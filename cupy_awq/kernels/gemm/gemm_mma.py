@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
-from cupy_awq.kernels.gemm.reduction import Reduction, slice_begins
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
+from cupy_awq.kernels.gemm.reduction import slice_begins
+from cupy_awq.kernels.tiling import ceil_div, split_counts
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
@@ -93,24 +94,21 @@ class GemmMmaConfig:
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
 
 
-class GemmMma:
-    """A GEMM family with mma.sync; ``arch`` is the oldest architecture.
+class GemmMma(Family[Problem, GemmMmaConfig]):
+    """A GEMM family with mma.sync. `GEMM_SM75` and `GEMM_SM80` differ in their mma and copy instructions."""
 
-    `GEMM_SM75` and `GEMM_SM80` differ in their mma and copy instructions.
-    """
+    layout = AWQ
 
-    def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
+    def __init__(self, name: str, needs: tuple[Capability, ...], dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name
-        self._arch = arch
+        self.needs = needs
         self._dtypes = dtypes
         self._stages = stages
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
-        reason = awq_layout_refusal(problem)
+        reason = awq_layout_refusal(problem) or device.refusal(self.needs)
         if reason is not None:
             return reason
-        if device.arch < self._arch:
-            return f"needs sm_{self._arch} or newer, not sm_{device.arch}"
         if problem.dtype not in self._dtypes:
             return f"takes x of {' or '.join(self._dtypes)}, not {problem.dtype}"
         if problem.group_size % MMA_K:
@@ -177,5 +175,5 @@ class GemmMma:
         return Workspace(tiles * config.split_k * config.block_m * config.block_n * 4, tiles)
 
 
-GEMM_SM75 = GemmMma("gemm_sm75", 75, ("float16",), stages=2)
-GEMM_SM80 = GemmMma("gemm_sm80", 80, ("float16", "bfloat16"), stages=3)
+GEMM_SM75 = GemmMma("gemm_sm75", (Capability.MMA_M16N8K8,), ("float16",), stages=2)
+GEMM_SM80 = GemmMma("gemm_sm80", (Capability.MMA_M16N8K16, Capability.CP_ASYNC), ("float16", "bfloat16"), stages=3)

@@ -13,28 +13,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.gemm_sm90_config import (
-    MMA,
-    MMA_INVARIANT,
-    WGMMA,
-    GemmSm90Config,
-    available_ctas,
-    most_stages,
-)
-from cupy_awq.kernels.gemm.gemm_sm90_costs import TimeParts, mma_invariant_time, mma_time, wgmma_time
-from cupy_awq.kernels.gemm.problem import Problem, ceil_div, next_power_of_two
-from cupy_awq.kernels.gemm.reduction import Reduction, wgmma_reduction
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, repacked_refusal
-from cupy_awq.kernels.hopper import (
+from cupy_awq.kernels.family import Family, Reduction
+from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
+    fragment_defines,
+    fragment_refusal,
     has_split_scales,
-    is_excessive,
-    repacked_defines,
-    tile_heights,
     x_tensor_map,
 )
-from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
+from cupy_awq.kernels.gemm.gemm_sm90_config import MMA, MMA_INVARIANT, WGMMA, GemmSm90Config
+from cupy_awq.kernels.gemm.gemm_sm90_costs import TimeParts, mma_invariant_time, mma_time, wgmma_time
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.reduction import wgmma_reduction
+from cupy_awq.kernels.hopper import HOPPER, available_ctas, is_excessive, most_stages, tile_heights
+from cupy_awq.kernels.tiling import ceil_div, next_power_of_two
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
@@ -66,7 +59,7 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return "cannot add a gated, unaligned or residual result to the residual stream"
     if problem.gathers_x and (problem.m > GATHER_MAX_M or problem.k > GATHER_MAX_K or problem.fusion):
         return f"gathers the columns of x only for M <= {GATHER_MAX_M} and K <= {GATHER_MAX_K}, without a fusion"
-    return repacked_refusal(problem, device)
+    return fragment_refusal(problem, device, HOPPER)
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
@@ -195,11 +188,11 @@ def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) 
 def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are weight (`RepackedLayout`), bias, residual, y, x, `Fusion.buffers` and, with ``gathers_x``, order:
+    The buffers are weight (`FragmentLayout`), bias, residual, y, x, `Fusion.buffers` and, with ``gathers_x``, order:
     uint16 [k], a permutation, aligned to 16 bytes.
     """
     defines: tuple[tuple[str, int | str], ...] = (
-        *repacked_defines(problem),
+        *fragment_defines(problem),
         ("BLOCK_M", config.block_m),
         ("WEIGHT_TILES", config.weight_tiles),
         ("CONSUMERS", config.consumers),
@@ -255,18 +248,14 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
     )
 
 
-def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
-    return Workspace()
-
-
 def describe_work(config: GemmSm90Config, problem: Problem) -> str:
     """Return how the tiles of y and their k tiles are divided among the CTAs, which `explain` prints.
 
     >>> config = GemmSm90Config(WGMMA, 112, weight_tiles=2, m64_tiles=1, consumers=2, stages=6, split_k=3)
-    >>> describe_work(config, Problem(224, 1088, 15872, 128, repacked=True))
+    >>> describe_work(config, Problem(224, 1088, 15872, 128))
     '2 x 17 tiles of 112 x 64, 124 k tiles each; clusters of 3 CTAs take a tile each, at most 42 k tiles per CTA'
     >>> config = GemmSm90Config(WGMMA, 16, weight_tiles=2, m64_tiles=1, consumers=2, stages=6, split_k=2, k_tiles=2)
-    >>> describe_work(config, Problem(16, 4096, 11008, 128, repacked=True))  # stages of two k tiles are not divided
+    >>> describe_work(config, Problem(16, 4096, 11008, 128))  # stages of two k tiles are not divided
     '1 x 64 tiles of 16 x 64, 86 k tiles each; clusters of 2 CTAs take a tile each, at most 44 k tiles per CTA'
     """
     m_blocks, n_blocks = config.tiles(problem)
@@ -286,3 +275,21 @@ def time_parts(config: GemmSm90Config, problem: Problem, device: Device) -> Time
 
 def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
     return time_parts(config, problem, device).us
+
+
+class GemmSm90(Family[Problem, GemmSm90Config]):
+    """The family ``gemm_sm90``."""
+
+    NAME = NAME
+    needs = HOPPER
+    layout = FRAGMENTS
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    reduction = staticmethod(reduction)
+    describe_work = staticmethod(describe_work)
+    time_parts = staticmethod(time_parts)
+
+
+GEMM_SM90 = GemmSm90()

@@ -3,25 +3,23 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from cupy_awq.kernels.gemm.problem import Problem, ceil_div
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout
-from cupy_awq.kernels.hopper import could_hold_three_launches
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
+from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.kernels.hopper import (
+    REGISTERS_PER_SM,
+    SCHEDULERS,
+    available_ctas,
+    could_hold_three_launches,
+    resident_ctas,
+)
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 
 WGMMA, MMA, MMA_INVARIANT = "gemm_sm90", "gemm_sm90_mma", "gemm_sm90_mma_invariant"
 """The names of the family's kernels: wgmma, mma.sync, and mma.sync with the arithmetic of wgmma."""
-REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
-"""The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
-SCHEDULERS = 4
-"""The number of warp schedulers per SM, each with the same share of the registers."""
-RESERVED_BYTES = 1024
-"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
-
 WINDOW_BYTES = 35000
 """The largest size in bytes of a CTA's weight copies in flight in a decode step; see `GemmSm90Config.window`.
 
@@ -116,7 +114,7 @@ class GemmSm90Config:
         """
         if not problem.fusion or self.name != MMA or 2 * self.stages <= self.iterations(problem):
             return self.stages
-        stage_bytes = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes
+        stage_bytes = self.weight_tiles * self.k_tiles * FragmentLayout.of(problem).weight_tile_bytes
         return min(self.stages, max(1, WINDOW_BYTES // stage_bytes))
 
     def shared_bytes(self, problem: Problem) -> int:
@@ -132,7 +130,7 @@ class GemmSm90Config:
 
         With ``gathers_x``, the rows, the order and the gathered columns of x are stored behind it.
         """
-        stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
+        stage = self.weight_tiles * self.k_tiles * FragmentLayout.of(problem).weight_tile_bytes + 16
         stages = (0 if problem.gathers_x else self.x_ring_bytes) + self.stages * stage
         accumulators = self.consumers * self._accumulator_bytes(self.block_m)
         owned = ceil_div(self.block_m // 2, self.split_k) * 2
@@ -197,38 +195,3 @@ class GemmSm90Config:
         if resident == 1 and self.name != WGMMA:
             return False
         return could_hold_three_launches(math.prod(self.grid(problem)), resident, device)
-
-
-def available_ctas(threads: int, registers: int) -> int:
-    """Return how many CTAs an SM has registers for, with ``threads`` threads per CTA and ``registers`` per thread.
-
-    Registers are counted for a multiple of four warps, one per scheduler, and of 8 registers per thread. That is a
-    lower bound: warps of several CTAs may fill the schedulers evenly.
-
-    >>> available_ctas(288, 72), available_ctas(544, 72)
-    (2, 1)
-    """
-    return REGISTERS_PER_SM // (ceil_div(threads, 128) * 128 * (ceil_div(registers, 8) * 8))
-
-
-def resident_ctas(device: Device, shared_bytes: int, threads: int, register_ctas: int) -> int:
-    """Return the largest number of resident CTAs per SM, at least 1.
-
-    Args:
-        device: the GPU.
-        shared_bytes: dynamic shared memory per CTA in bytes.
-        threads: number of threads per CTA.
-        register_ctas: number of CTAs for which an SM has registers.
-    """
-    fitting = device.shared_bytes_per_sm // (shared_bytes + RESERVED_BYTES)
-    return max(1, min(fitting, THREADS_PER_SM // threads, register_ctas))
-
-
-def most_stages(counts: range, ctas_per_sm: int, device: Device, shared_bytes: Callable[[int], int]) -> int | None:
-    """Return the largest of ``counts`` with which ``ctas_per_sm`` CTAs fit in the shared memory of an SM, or None.
-
-    ``shared_bytes`` returns the shared memory per CTA for a number of stages.
-    """
-    limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
-    fitting = bisect.bisect_right(counts, limit, key=shared_bytes)
-    return counts[fitting - 1] if fitting else None

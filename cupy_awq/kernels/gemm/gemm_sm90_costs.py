@@ -18,19 +18,21 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cupy_awq.kernels.gemm.gemm_sm90_config import SCHEDULERS, GemmSm90Config
-from cupy_awq.kernels.gemm.problem import Problem, ceil_div
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_K
+from cupy_awq.kernels.gemm.fragments import power_limited_us
+from cupy_awq.kernels.gemm.gemm_sm90_config import GemmSm90Config
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.hopper import (
     CLOCK_MHZ,
     MIN_TENSOR_CYCLES,
+    SCHEDULERS,
     costs_by_rows,
     costs_table,
     p_norm,
-    power_limited_us,
     prefetch_waits,
     resident_clusters,
 )
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 
 

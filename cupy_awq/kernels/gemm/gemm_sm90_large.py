@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.gemm_sm90_costs import TimeParts
-from cupy_awq.kernels.gemm.problem import Problem, ceil_div
-from cupy_awq.kernels.gemm.reduction import Reduction, wgmma_reduction
-from cupy_awq.kernels.gemm.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, repacked_refusal
-from cupy_awq.kernels.hopper import (
+from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
+    fragment_defines,
+    fragment_refusal,
     has_split_scales,
-    p_norm,
     power_limited_us,
-    repacked_defines,
-    tile_heights,
     x_tensor_map,
 )
-from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
+from cupy_awq.kernels.gemm.gemm_sm90_costs import TimeParts
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.reduction import wgmma_reduction
+from cupy_awq.kernels.hopper import HOPPER, p_norm, tile_heights
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -123,7 +123,7 @@ class GemmSm90LargeConfig:
 
     def stage_bytes(self, problem: Problem) -> int:
         """Return the size of a pipeline stage in bytes: one k tile of x and of the weight, and two mbarriers."""
-        weight = self.block_n // WEIGHT_TILE_N * RepackedLayout.of(problem).weight_tile_bytes
+        weight = self.block_n // WEIGHT_TILE_N * FragmentLayout.of(problem).weight_tile_bytes
         return self.block_m * WEIGHT_TILE_K * 2 + weight + 16
 
     def stages(self, problem: Problem) -> int:
@@ -149,7 +149,7 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return f"needs M >= {ROUNDED_MIN_M}, not {problem.m}"
     if problem.dtype == "float16" and problem.wide_scales:
         return "needs scales whose range float16 can hold"
-    return repacked_refusal(problem, device)
+    return fragment_refusal(problem, device, HOPPER)
 
 
 def reduction(config: GemmSm90LargeConfig, problem: Problem) -> Reduction | None:
@@ -200,10 +200,10 @@ def _with_stream_k(config: GemmSm90LargeConfig, problem: Problem, clusters: int)
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are weight (`RepackedLayout`), bias, residual, y, partials, counters and x.
+    The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters and x.
     """
     defines: tuple[tuple[str, int | str], ...] = (
-        *repacked_defines(problem),
+        *fragment_defines(problem),
         ("BLOCK_M", config.block_m),
         ("WARPGROUPS", config.warpgroups),
         ("M64_TILES", config.m64_tiles),
@@ -245,7 +245,7 @@ def describe_work(config: GemmSm90LargeConfig, problem: Problem) -> str:
     shares are those of ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
 
     >>> config = GemmSm90LargeConfig(1, 132, stream_k_units=159, stream_k_clusters=132, block_m=240, m64_tiles=1)
-    >>> describe_work(config, Problem(700, 17984, 4480, 128, repacked=True)).split("; ")  # doctest: +ELLIPSIS
+    >>> describe_work(config, Problem(700, 17984, 4480, 128)).split("; ")  # doctest: +ELLIPSIS
     ['3 x 141 tiles of 240 x 128, 35 k tiles each', 'stream-K: 132 CTAs take 42-43 k tiles each of 159 tiles, ...',
      '132 CTAs take 2 of the other 264 tiles each']
     """
@@ -299,3 +299,22 @@ def time_parts(config: GemmSm90LargeConfig, problem: Problem, device: Device) ->
 
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
     return time_parts(config, problem, device).us
+
+
+class GemmSm90Large(Family[Problem, GemmSm90LargeConfig]):
+    """The family ``gemm_sm90_large``."""
+
+    NAME = NAME
+    needs = HOPPER
+    layout = FRAGMENTS
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    workspace = staticmethod(workspace)
+    reduction = staticmethod(reduction)
+    describe_work = staticmethod(describe_work)
+    time_parts = staticmethod(time_parts)
+
+
+GEMM_SM90_LARGE = GemmSm90Large()

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.dtypes import ITEMSIZE
+from cupy_awq.kernels.family import Family, Reduction
 from cupy_awq.kernels.gemm.gemm_mma import BLOCK_K, GEMM_SM80
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, Problem, awq_layout_refusal, ceil_div, split_counts
-from cupy_awq.kernels.gemm.reduction import Reduction, slice_begins
-from cupy_awq.kernels.hopper import p_norm
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, awq_layout_refusal
+from cupy_awq.kernels.gemm.reduction import slice_begins
+from cupy_awq.kernels.hopper import HOPPER, p_norm
+from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 NAME = "gemm_sm90_raw"
-ARCH = 90
-"""The only architecture that the family supports."""
 MAX_M = 16
 """The largest M that the family supports."""
 STEP_K = 32
@@ -127,12 +127,10 @@ class GemmSm90RawConfig:
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
-    reason = awq_layout_refusal(problem)
+    reason = awq_layout_refusal(problem) or device.refusal(HOPPER)
     if reason is not None:
         return reason
-    if device.arch != ARCH:
-        return f"needs sm_{ARCH}, not sm_{device.arch}"
-    if problem.repacked:
+    if FRAGMENTS in problem.layouts:
         return "is used only if the weight has no repacked copy"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"takes x of float16 or bfloat16, not {problem.dtype}"
@@ -221,10 +219,6 @@ def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchP
     )
 
 
-def workspace(config: GemmSm90RawConfig, problem: Problem) -> Workspace:
-    return Workspace()
-
-
 def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, split-K reduction, and the longest of three times.
 
@@ -242,3 +236,19 @@ def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> 
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     reduction = REDUCTION_SPLIT_US * config.split_k + (REDUCTION_US if config.split_k > 1 else 0.0)
     return float(costs.launch_us + reduction + p_norm((chain, work, stream), 3))
+
+
+class GemmSm90Raw(Family[Problem, GemmSm90RawConfig]):
+    """The family ``gemm_sm90_raw``."""
+
+    NAME = NAME
+    needs = HOPPER
+    layout = AWQ
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    reduction = staticmethod(reduction)
+
+
+GEMM_SM90_RAW = GemmSm90Raw()

@@ -6,17 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import (
-    PTX_ARCH,
-    Problem,
-    awq_layout_refusal,
-    ceil_div,
-    next_power_of_two,
-    plan_awq_layout,
-    split_counts,
-)
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.family import Family, Workspace
+from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
+from cupy_awq.kernels.tiling import ceil_div, next_power_of_two, split_counts
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 MAX_M = 16
@@ -74,8 +67,10 @@ class GemvConfig:
     split_k: int
 
 
-class GemvFamily:
+class Gemv(Family[Problem, GemvConfig]):
     """A kernel family: the kernel of ``gemv.cu`` for a range of M."""
+
+    layout = AWQ
 
     def __init__(self, name: str, min_m: int, max_m: int) -> None:
         self.NAME = name
@@ -115,7 +110,7 @@ class GemvFamily:
         defines = (
             ("ALIGNED", int(problem.aligned)),
             ("X_ALIGNED", int(problem.x_aligned)),
-            ("PTX_PATH", int(device.arch >= PTX_ARCH)),
+            ("PTX_PATH", int(device.has(Capability.INLINE_PTX))),
             ("ROWS", config.rows),
             ("CHUNK", config.chunk),
         )
@@ -129,5 +124,5 @@ class GemvFamily:
         return Workspace(tiles * config.split_k * config.rows * BLOCK_N * 4, tiles)
 
 
-GEMV = GemvFamily("gemv", 1, 1)
-GEMM_SMALL = GemvFamily("gemm_small", 2, MAX_M)
+GEMV = Gemv("gemv", 1, 1)
+GEMM_SMALL = Gemv("gemm_small", 2, MAX_M)

@@ -3,63 +3,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from cupy_awq.activation import enumerator
-from cupy_awq.kernels.family import TuningKey
+from cupy_awq.kernels.dtypes import TYPES, ZEROS
+from cupy_awq.kernels.family import KernelProblem, TuningKey
+from cupy_awq.kernels.tiling import next_tuned_m
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
-TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
-"""The C++ type of each dtype (``cuda_src/common/types.cuh``)."""
+AWQ, FRAGMENTS = "awq", "fragments"
+"""The names of the layouts of a weight (`cupy_awq.kernels.gemm.layouts`)."""
+SAMPLED_M = (1, 8, 16, 64, 512, 2048)
+"""The values of M at which run times determine the reduction of a batch-invariant weight.
 
-ZEROS = {"packed": "kPacked", "symmetric": "kSymmetric", "float": "kOffset"}
-"""The C++ enumerator of each kind of zero points (``cuda_src/gemm/group.cuh``)."""
-
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""The size of one element of each dtype, in bytes."""
-
-MAX_SPLITS = 64
-"""The largest split-K factor."""
-
-PTX_ARCH = 75
-"""The oldest architecture (10 x compute capability) whose kernels use inline PTX; older ones use plain CUDA C++."""
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
-
-
-def next_power_of_two(m: int) -> int:
-    """Return the smallest power of two that is at least ``m``.
-
-    >>> next_power_of_two(1), next_power_of_two(48), next_power_of_two(64)
-    (1, 64, 64)
-    """
-    return 1 << (m - 1).bit_length()
-
-
-def next_tuned_m(m: int) -> int:
-    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least ``m``: the values of M to tune.
-
-    >>> [next_tuned_m(m) for m in (1, 2, 3, 5, 17, 25, 600)]
-    [1, 2, 3, 6, 24, 32, 768]
-    """
-    power = next_power_of_two(m)
-    return power * 3 // 4 if m <= power * 3 // 4 else power
-
-
-def split_counts(limit: int) -> list[int]:
-    """Return the split-K factors to try: the powers of two up to the smaller of ``limit`` and MAX_SPLITS.
-
-    >>> split_counts(5)
-    [1, 2, 4]
-    """
-    return [1 << i for i in range(MAX_SPLITS.bit_length()) if 1 << i <= max(1, min(limit, MAX_SPLITS))]
+Each stands for other M with similar CTA tiles.
+"""
 
 
 class Strides(NamedTuple):
@@ -129,7 +91,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(KernelProblem):
     """A validated matrix product y [m, n] = epilogue(x [m, k] @ W [k, n]).
 
     The fields determine a kernel's code and launch, except the addresses of the arrays. Dtypes are NumPy names.
@@ -149,8 +111,7 @@ class Problem:
         gated: whether y = activation(gate) * up, where gate and up are the first and second half of W's columns.
         aligned: whether all rows of the weight arrays, the residual and y start at multiples of 16 bytes.
         x_aligned: whether all rows of x start at multiples of 16 bytes.
-        has_awq_layout: whether the weight is available in the AWQ layout.
-        repacked: whether the weight is available in the repacked layout (`RepackedLayout`).
+        layouts: names of the layouts in which the weight is available.
         scale_exponent: exponent such that every scale times 2**scale_exponent is at most 64.
         wide_scales: whether some scale times 2**scale_exponent would lose bits in float16.
         fusion: residual add or RMSNorm that is fused into the GEMM, or None.
@@ -175,8 +136,7 @@ class Problem:
     gated: bool = False
     aligned: bool = True
     x_aligned: bool = True
-    has_awq_layout: bool = True
-    repacked: bool = False
+    layouts: tuple[str, ...] = (AWQ,)
     scale_exponent: int = 0
     wide_scales: bool = False
     fusion: Fusion | None = None
@@ -187,6 +147,23 @@ class Problem:
 
     def __str__(self) -> str:
         return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}] group size {self.group_size}"
+
+    def reduction_samples(self) -> tuple[Problem, ...]:
+        """Return batch-invariant problems with the same weight and dtype of x, for M of SAMPLED_M."""
+        weight = Problem(
+            m=1,
+            n=self.n,
+            k=self.k,
+            group_size=self.group_size,
+            dtype=self.dtype,
+            scales_dtype=self.scales_dtype,
+            zeros=self.zeros,
+            gated=self.gated,
+            layouts=self.layouts,
+            wide_scales=self.wide_scales,
+            batch_invariant=True,
+        )
+        return tuple(replace(weight, m=m) for m in SAMPLED_M)
 
     @property
     def tuning_key(self) -> TuningKey:
@@ -261,7 +238,7 @@ def awq_layout_refusal(problem: Problem) -> str | None:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.gathers_x:
         return "cannot gather the columns of x"
-    if not problem.has_awq_layout:
+    if AWQ not in problem.layouts:
         return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
     return None
 

@@ -1,170 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``repack``: convert a weight from the AWQ layout to the repacked layout of the sm_90 kernels.
-
-``cuda_src/gemm/repacked_layout.cuh`` describes the repacked layout.
-"""
+"""``repack``: convert a weight from the AWQ layout to the fragment layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-import numpy as np
-
-from cupy_awq.kernels.gemm.problem import TYPES, ZEROS, Problem, ceil_div
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.runtime.device import Device
-from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
-
-Bits: TypeAlias = np.ndarray[Any, Any]
-
-THREADS = 256
-"""The number of threads per CTA."""
-BLOCK_N = 128
-"""The number of columns per CTA; the repacked layout pads N to a multiple of BLOCK_N."""
-WEIGHT_TILE_N, WEIGHT_TILE_K = 32, 128
-"""The numbers of columns and of rows of W per weight tile."""
+from cupy_awq.runtime.launch_plan import LaunchPlan
 
 
 @dataclass(frozen=True)
-class RepackedLayout:
-    """The repacked layout of a weight [k, n]: weight tiles of 128 rows x 32 columns, first along k, then along n.
+class Repacking(MemoryBoundProblem):
+    """A conversion of a weight from the AWQ layout.
 
     Attributes:
-        k: number of rows of the weight.
-        n: number of columns of the weight.
-        group_size: number of rows that share scales and zero points.
-        scales_dtype: dtype of the scales.
-        zeros: kind of zero points, as in `Problem`.
-
-    >>> layout = RepackedLayout(k=4096, n=4096, group_size=128)
-    >>> layout.weight_tile_bytes, layout.nbytes / (4096 * 4096 / 2)
-    (2144, 1.046875)
+        layout: the layout of the result.
+        strides: row strides of qweight, scales and qzeros in elements, or None if all are contiguous.
     """
 
-    k: int
-    n: int
-    group_size: int
-    scales_dtype: str = "float16"
-    zeros: str = "packed"
+    layout: FragmentLayout
+    strides: tuple[int, int, int] | None = None
 
-    @classmethod
-    def of(cls, problem: Problem) -> RepackedLayout:
-        """Return the repacked layout of a problem's weight."""
-        return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
-
-    def refusal(self) -> str | None:
-        """Return the reason why the weight cannot be repacked, or None if it can."""
-        if self.zeros == "float":
-            return "needs zero points as 4-bit codes or none, not float offsets"
-        if self.k % 64:
-            return f"needs K to be a multiple of 64, not {self.k}"
-        size = self.group_size
-        if size not in (16, 32, 64, self.k) and size % WEIGHT_TILE_K:
-            return f"needs a group size of 16, 32, 64, K or a multiple of {WEIGHT_TILE_K}, not {size}"
-        return None
-
-    @property
-    def groups(self) -> int:
-        """The number of groups per weight tile; 1 if a group spans several weight tiles."""
-        return max(1, WEIGHT_TILE_K // self.group_size)
-
-    @property
-    def group_bytes(self) -> int:
-        """The size in bytes of the scales and zero points (or offsets) of one group in a weight tile."""
-        return {"packed": 96, "symmetric": 64, "float": 128}[self.zeros]
-
-    @property
-    def weight_tile_bytes(self) -> int:
-        """The size of a weight tile in bytes: codes, scales and zero points."""
-        return WEIGHT_TILE_N * WEIGHT_TILE_K // 2 + self.groups * self.group_bytes
-
-    @property
-    def k_tiles(self) -> int:
-        """The number of weight tiles along k."""
-        return ceil_div(self.k, WEIGHT_TILE_K)
-
-    @property
-    def tile_columns(self) -> int:
-        """The number of weight tiles along n, including padding."""
-        return ceil_div(self.n, BLOCK_N) * BLOCK_N // WEIGHT_TILE_N
+    def __str__(self) -> str:
+        return f"repack W[{self.layout.k}, {self.layout.n}] group size {self.layout.group_size}"
 
     @property
     def nbytes(self) -> int:
-        """The size of the repacked weight in bytes."""
-        return self.tile_columns * self.k_tiles * self.weight_tile_bytes
-
-    def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the compile-time constants (name, value) that ``cuda_src/gemm/repacked_layout.cuh`` needs."""
-        return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
-
-    def plan(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
-        """Return the launch plan that repacks a weight.
-
-        The buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``; ``out`` has ``nbytes`` bytes and starts at a
-        multiple of 16 bytes. GEMM kernels may read ``out`` before the preceding kernel finishes (PDL), so synchronize
-        once after the launch.
-
-        Args:
-            device: the GPU.
-            strides: row strides of ``qweight``, ``scales`` and ``qzeros`` in elements, or None if all are contiguous.
-        """
-        kernel = Kernel("gemm/repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
-        sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, self.n // 8)))
-        arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *(np.int32(size) for size in sizes))
-        grid = (self.k_tiles, ceil_div(self.n, BLOCK_N), 1)
-        return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
-
-    def unpack(self, out: Bits, /) -> tuple[Bits, Bits, Bits | None]:
-        """Unpack a repacked weight with NumPy: the inverse of the kernel ``repack``.
-
-        Args:
-            out: the repacked weight, ``nbytes`` bytes.
-
-        Returns:
-            The codes, uint8 [K, N]; the bits of the scales, uint16 [K/G, N]; and the zero points, uint8 [K/G, N], or
-            None if ``zeros`` is "symmetric".
-
-        Raises:
-            ValueError: the padding is not zero.
-        """
-        tiles = out.view(np.uint8).reshape(self.tile_columns, self.k_tiles, self.weight_tile_bytes)
-        code_bytes = WEIGHT_TILE_N * WEIGHT_TILE_K // 2
-        words = tiles[:, :, :code_bytes].copy().view("<u4").reshape(self.tile_columns, self.k_tiles, 2, 2, 8, 4, 4)
-        codes = np.zeros((self.k_tiles, 2, 4, 2, 4, 2, self.tile_columns, 2, 2, 8), np.uint8)
-        for i in range(8):
-            odd, column, upper = i % 2, i // 2 % 2, i // 4
-            nibbles = (words >> (16 * odd + 4 * column + 8 * upper)) & 15
-            # Transpose [n, k, k64, half, g, t, k16] to [k, k64, k16, upper, t, odd, n, half, column, g], where i
-            # determines upper, odd and column.
-            codes[:, :, :, upper, :, odd, :, :, column] = nibbles.transpose(1, 2, 6, 5, 0, 3, 4)
-        flat = codes.reshape(self.k_tiles * WEIGHT_TILE_K, self.tile_columns * WEIGHT_TILE_N)
-
-        groups = tiles[:, :, code_bytes:].reshape(self.tile_columns, self.k_tiles, self.groups, 2, -1)
-        scales = groups[..., :32].copy().view("<u2").reshape(*groups.shape[:4], 8, 2)
-        # From [tile column, k tile, group, 16-column half, g, upper 8 columns] to [k tile, group, tile column, half,
-        # upper, g]; g = lane / 4, as in cuda_src/gemm/repacked_layout.cuh.
-        by_row = 1, 2, 0, 3, 5, 4
-        scales = scales.transpose(by_row).reshape(-1, flat.shape[1])
-        zeros = None
-        if self.zeros == "packed":
-            zeros = groups[..., 32:].reshape(*groups.shape[:4], 8, 2).transpose(by_row).reshape(-1, flat.shape[1])
-        if flat[self.k :].any() or flat[:, self.n :].any() or scales[:, self.n :].any():
-            raise ValueError("out: expected zeros in the padding, got other values")
-        # If a group spans several weight tiles, each of these tiles has a copy of the scales; the first copy is read.
-        first = np.arange(self.k // self.group_size) * max(1, self.group_size // WEIGHT_TILE_K)
-        return flat[: self.k, : self.n], scales[first, : self.n], None if zeros is None else zeros[first, : self.n]
+        """The bytes that are read and written."""
+        return 2 * self.layout.nbytes
 
 
-def repacked_refusal(problem: Problem, device: Device) -> str | None:
-    """Return the reason why kernels that read the repacked layout cannot solve the problem, or None."""
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
-    if not problem.repacked:
-        return "needs the repacked weight of an AwqLinear"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"takes x of float16 or bfloat16, not {problem.dtype}"
-    if not problem.x_aligned:
-        return "needs rows of x that start at multiples of 16 bytes"
-    if problem.gated and problem.n % (2 * WEIGHT_TILE_N):
-        return f"needs N to be a multiple of {2 * WEIGHT_TILE_N} when gated, not {problem.n}"
-    return RepackedLayout.of(problem).refusal()
+class Repack(SoleConfigFamily[Repacking]):
+    """The family ``repack``."""
+
+    NAME = "repack"
+
+    def refusal(self, problem: Repacking, device: Device) -> str | None:
+        return problem.layout.refusal()
+
+    def plan(self, config: SoleConfig, problem: Repacking, device: Device) -> LaunchPlan:
+        return problem.layout.pack(device, problem.strides)
+
+
+REPACK = Repack()

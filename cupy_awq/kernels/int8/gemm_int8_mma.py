@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ceil_div
-from cupy_awq.kernels.int8 import gemm_int8_sm90
+from cupy_awq.kernels.family import Family, Workspace
 from cupy_awq.kernels.int8 import problem as int8_problem
-from cupy_awq.kernels.int8.problem import BLOCK_K, FP8_ARCH, ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal
+from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
+from cupy_awq.kernels.int8.problem import BLOCK_K, ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
-from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 SHORT_BLOCK = 256
@@ -53,26 +53,26 @@ class GemmInt8MmaCosts:
 COSTS = GemmInt8MmaCosts()
 
 
-class GemmInt8Mma:
-    """An 8-bit GEMM family with mma.sync; ``arch`` is the oldest architecture for int8.
+class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
+    """An 8-bit GEMM family with mma.sync; ``needs`` are the capabilities for int8.
 
     `GEMM_INT8_SM75` and `GEMM_INT8_SM80` differ in their mma and copy instructions.
     """
 
-    def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
+    def __init__(self, name: str, needs: tuple[Capability, ...], stages: tuple[int, ...]) -> None:
         self.NAME = name
-        self._arch = arch
+        self.needs = needs
         self._stages = stages
 
     def refusal(self, problem: Int8Problem, device: Device) -> str | None:
         """Return the reason why the family cannot or need not solve the problem, or None."""
-        least = FP8_ARCH if problem.fp8 else self._arch
-        if device.arch < least:
-            return f"needs sm_{least} or newer, not sm_{device.arch}"
-        if self is GEMM_INT8_SM75 and device.arch >= GEMM_INT8_SM80._arch:
+        reason = device.refusal([Capability.MMA_FP8] if problem.fp8 else self.needs)
+        if reason is not None:
+            return reason
+        if self is GEMM_INT8_SM75 and device.has(*GEMM_INT8_SM80.needs):
             return f"is replaced by {GEMM_INT8_SM80.NAME} on sm_{device.arch}"
-        if problem.fp8 and gemm_int8_sm90.refusal(problem, device) is None:
-            return f"is replaced by {gemm_int8_sm90.NAME} for e4m3"
+        if problem.fp8 and GEMM_INT8_SM90.refusal(problem, device) is None:
+            return f"is replaced by {GEMM_INT8_SM90.NAME} for e4m3"
         return layout_refusal(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
@@ -133,8 +133,8 @@ class GemmInt8Mma:
         return TILES_SM75 if problem.fp8 or self is GEMM_INT8_SM75 else TILES_SM80
 
 
-GEMM_INT8_SM75 = GemmInt8Mma("gemm_int8_sm75", 75, stages=(2,))
-GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", 80, stages=(4, 3, 2))
+GEMM_INT8_SM75 = GemmInt8Mma("gemm_int8_sm75", (Capability.MMA_INT8_M8N8K16,), stages=(2,))
+GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", (Capability.MMA_INT8_M16N8K32, Capability.CP_ASYNC), stages=(4, 3, 2))
 
 
 def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ceil_div
+from cupy_awq.kernels.family import Family
 from cupy_awq.kernels.int8.problem import STEP_K, Int8Problem, activation_refusal, prepare_weight
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
-
-__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refusal", "workspace"]
 
 NAME = "gemm_int8_simt"
 
@@ -72,10 +70,19 @@ def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> La
     return LaunchPlan(kernel, _grid(config, problem), (config.threads, 1, 1), problem.arguments())
 
 
-def workspace(config: GemmInt8SimtConfig, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace, since K is not split."""
-    return Workspace()
-
-
 def _grid(config: GemmInt8SimtConfig, problem: Int8Problem) -> tuple[int, int, int]:
     return ceil_div(problem.m, config.tile), ceil_div(problem.n, config.tile), 1
+
+
+class GemmInt8Simt(Family[Int8Problem, GemmInt8SimtConfig]):
+    """The family ``gemm_int8_simt``."""
+
+    NAME = NAME
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+GEMM_INT8_SIMT = GemmInt8Simt()

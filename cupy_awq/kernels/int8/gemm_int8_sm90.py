@@ -12,10 +12,11 @@ import numpy as np
 
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, ceil_div
-from cupy_awq.kernels.hopper import p_norm, resident_clusters
+from cupy_awq.kernels.dtypes import ITEMSIZE
+from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.hopper import HOPPER, p_norm, resident_clusters
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -124,8 +125,9 @@ class GemmInt8Sm90Config:
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
     """Return the reason why the family cannot solve the problem, or None if it can."""
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
+    reason = device.refusal(HOPPER)
+    if reason is not None:
+        return reason
     if problem.m < MIN_ROWS:
         return f"takes {MIN_ROWS} rows or more, not {problem.m}"
     return block_refusal(problem)
@@ -236,11 +238,6 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
     )
 
 
-def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace, since CTAs that split K exchange partial sums through shared memory."""
-    return Workspace()
-
-
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers "codes" and "parameters", in the layouts of ``cuda_src/int8/gemm_int8_sm90.cu``."""
     return {
@@ -305,3 +302,18 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
     # half].
     parameters = parameters.reshape(len(rows), stages, blocks, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
     return xp.ascontiguousarray(parameters).reshape(tiles, stages, -1)
+
+
+class GemmInt8Sm90(Family[Int8Problem, GemmInt8Sm90Config]):
+    """The family ``gemm_int8_sm90``."""
+
+    NAME = NAME
+    needs = HOPPER
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+GEMM_INT8_SM90 = GemmInt8Sm90()

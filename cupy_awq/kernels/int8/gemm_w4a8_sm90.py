@@ -12,22 +12,26 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.gemm_sm90_config import available_ctas, most_stages, resident_ctas
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import Family
 from cupy_awq.kernels.hopper import (
     CLOCK_MHZ,
+    HOPPER,
     MIN_TENSOR_CYCLES,
+    available_ctas,
     could_hold_three_launches,
     is_excessive,
+    most_stages,
     p_norm,
     prefetch_waits,
     resident_clusters,
+    resident_ctas,
     tile_heights,
 )
 from cupy_awq.kernels.int8.gemm_w4a8_costs import choose_costs
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.int8.quantize_fp8 import half_sum_stride
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -149,8 +153,9 @@ def weight_tile_bytes(problem: Int8Problem) -> int:
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
     """Return the reason why the family cannot solve the problem, or None if it can."""
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
+    reason = device.refusal(HOPPER)
+    if reason is not None:
+        return reason
     if problem.bits != 4:
         return f"needs 4-bit weights, not {problem.bits} bits"
     if problem.x_offset:
@@ -316,11 +321,6 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
     )
 
 
-def workspace(config: GemmW4A8Config, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through shared memory."""
-    return Workspace()
-
-
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers, in the layouts of ``cuda_src/int8/gemm_w4a8_sm90.cu``.
 
@@ -398,3 +398,18 @@ def _scale_bits(scale: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         return (scale.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return scale.astype(dtype).view(f"u{ITEMSIZE[dtype]}")
+
+
+class GemmW4A8Sm90(Family[Int8Problem, GemmW4A8Config]):
+    """The family ``gemm_w4a8_sm90``."""
+
+    NAME = NAME
+    needs = HOPPER
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+GEMM_W4A8_SM90 = GemmW4A8Sm90()

@@ -6,13 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ceil_div, split_counts
+from cupy_awq.kernels.family import Family, Workspace
 from cupy_awq.kernels.int8.problem import ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal, prepare_weight
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.tiling import ceil_div, split_counts
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
-
-__all__ = ["NAME", "GemvInt8Config", "configs", "estimate_us", "plan", "prepare_weight", "refusal", "workspace"]
 
 NAME = "gemv_int8"
 MAX_ROWS = 8
@@ -103,7 +101,8 @@ def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> Launch
     )
     kernel = Kernel("int8/gemv_int8.cu", NAME, defines, device.target)
     grid = (ceil_div(problem.n, COLUMNS), 1, config.split_k)
-    return LaunchPlan(kernel, grid, (32 * WARPS, 1, 1), problem.arguments(), dependent=device.arch >= 90)
+    dependent = device.has(Capability.DEPENDENT_LAUNCH)
+    return LaunchPlan(kernel, grid, (32 * WARPS, 1, 1), problem.arguments(), dependent=dependent)
 
 
 def workspace(config: GemvInt8Config, problem: Int8Problem) -> Workspace:
@@ -112,3 +111,18 @@ def workspace(config: GemvInt8Config, problem: Int8Problem) -> Workspace:
         return Workspace()
     tiles = ceil_div(problem.n, COLUMNS)
     return Workspace(tiles * config.split_k * 32 * WARPS * 4, tiles)
+
+
+class GemvInt8(Family[Int8Problem, GemvInt8Config]):
+    """The family ``gemv_int8``."""
+
+    NAME = NAME
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    workspace = staticmethod(workspace)
+    prepare_weight = staticmethod(prepare_weight)
+
+
+GEMV_INT8 = GemvInt8()

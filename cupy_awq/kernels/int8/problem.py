@@ -12,10 +12,11 @@ import numpy as np
 from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import TuningKey
-from cupy_awq.kernels.gemm.problem import TYPES, ceil_div, next_tuned_m
+from cupy_awq.kernels.dtypes import TYPES
+from cupy_awq.kernels.family import KernelProblem, TuningKey
+from cupy_awq.kernels.tiling import ceil_div, next_tuned_m
 from cupy_awq.packing import namespace
-from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
@@ -26,8 +27,6 @@ BLOCK_K = 128
 """The extent of a pipeline stage along k."""
 PADDED_N = 128
 """The granularity of parameter arrays: N is rounded up to a multiple of PADDED_N, so that kernels read whole tiles."""
-FP8_ARCH = 89
-"""The oldest architecture whose tensor cores multiply e4m3."""
 FP8_CODE_SCALE = 512
 """The ratio of a 4-bit code c to the e4m3 number with the same bits, whose value is c / 512."""
 
@@ -39,7 +38,7 @@ ROWS_TO_BLOCKS_US = 7.5
 
 
 @dataclass(frozen=True)
-class Int8Problem:
+class Int8Problem(KernelProblem):
     """A GEMM y [m, n] = activation(A @ W^T + bias) of quantized rows A [m, k] and a block-quantized weight W [n, k].
 
     In messages, `str` writes W with the shape of its transpose, [k, n], as for 4-bit weights.
@@ -135,10 +134,38 @@ class Int8Problem:
         sizes = (self.m, self.n, self.k, self.block_size, padded_n, self.y_row_stride)
         return (*buffers, *map(np.int32, sizes), *map(np.float32, self.limits))
 
+    @classmethod
+    def common_problems(cls) -> Iterator[Int8Problem]:
+        """Yield GEMMs of common layers, which the compile command compiles in advance.
+
+        They have small and large M and all supported kinds of operands.
+        """
+        w4a8 = ("float16", 4, 128, False, True)
+        for dtype, bits, block_size, x_offset, weight_offset in (
+            w4a8,
+            ("float16", 4, 128, False, False),
+            ("float16", 4, 128, True, True),
+            ("float16", 8, 128, False, True),
+            ("float16", 8, 4096, False, False),
+            ("float16", 4, 32, False, True),
+            ("bfloat16", 4, 128, False, True),
+        ):
+            kind = dtype, bits, block_size, x_offset, weight_offset
+            for m in (1, 4, 8, 16, 64, 1024) if kind == w4a8 else (1, 1024):
+                yield Int8Problem(m, 4096, 4096, block_size, bits, x_offset, weight_offset, dtype)
+        yield Int8Problem(1024, 4096, 4096, 128, 4, False, False, "float16", row_scales=True)
+        for dtype in ("float16", "bfloat16"):
+            for m in (1, 1024):
+                yield Int8Problem(m, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
+        for m in (1, 16, 64, 128, 256):
+            blocks = Int8Problem(m, 4096, 4096, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
+            yield from (blocks, replace(blocks, row_scales=True), replace(blocks, fp8=True))
+        yield Int8Problem(1, 64, 66, 66, 4, True, True, "float16")
+
 
 def is_dependent(m: int, device: Device) -> bool:
     """Return whether the quantization of M rows is a dependent launch that lets the product start early (PDL)."""
-    return device.arch >= 90 and m <= EARLY_START_M
+    return device.has(Capability.DEPENDENT_LAUNCH) and m <= EARLY_START_M
 
 
 def activation_refusal(problem: Int8Problem) -> str | None:
@@ -169,8 +196,9 @@ def fp8_block_size(block_size: int, k: int) -> int:
 
 def fp8_refusal(block_size: int, k: int, device: Device) -> str | None:
     """Return the reason why no kernel supports e4m3 activations for this K and block size of the weight, or None."""
-    if device.arch < FP8_ARCH:
-        return f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
+    reason = device.refusal([Capability.MMA_FP8])
+    if reason is not None:
+        return reason
     if k % 16:
         return f"needs a multiple of 16 columns, not {k}"
     if fp8_block_size(block_size, k) < STEP_K:
@@ -243,31 +271,3 @@ def block_parameters(weight: BlockQuantizedWeight, block_size: int) -> tuple[Arr
         a if a is None else a.astype(np.float32).take(weight_blocks, axis=1).T for a in (weight.scale, weight.offset)
     )
     return scale, offset, xp.stack(sums)
-
-
-def common_problems() -> Iterator[Int8Problem]:
-    """Yield GEMMs of common layers, which the compile command compiles in advance.
-
-    They have small and large M and all supported kinds of operands.
-    """
-    w4a8 = ("float16", 4, 128, False, True)
-    for dtype, bits, block_size, x_offset, weight_offset in (
-        w4a8,
-        ("float16", 4, 128, False, False),
-        ("float16", 4, 128, True, True),
-        ("float16", 8, 128, False, True),
-        ("float16", 8, 4096, False, False),
-        ("float16", 4, 32, False, True),
-        ("bfloat16", 4, 128, False, True),
-    ):
-        kind = dtype, bits, block_size, x_offset, weight_offset
-        for m in (1, 4, 8, 16, 64, 1024) if kind == w4a8 else (1, 1024):
-            yield Int8Problem(m, 4096, 4096, block_size, bits, x_offset, weight_offset, dtype)
-    yield Int8Problem(1024, 4096, 4096, 128, 4, False, False, "float16", row_scales=True)
-    for dtype in ("float16", "bfloat16"):
-        for m in (1, 1024):
-            yield Int8Problem(m, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
-    for m in (1, 16, 64, 128, 256):
-        blocks = Int8Problem(m, 4096, 4096, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
-        yield from (blocks, replace(blocks, row_scales=True), replace(blocks, fp8=True))
-    yield Int8Problem(1, 64, 66, 66, 4, True, True, "float16")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, TYPES, ceil_div
-from cupy_awq.kernels.int8.problem import FP8_ARCH
-from cupy_awq.runtime.device import Device
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "quantize_fp8"
@@ -28,7 +28,7 @@ LAUNCH_US = 2.0
 
 
 @dataclass(frozen=True)
-class Fp8Quantization:
+class Fp8Quantization(KernelProblem):
     """A quantization of x [m, k] to e4m3 with one scale per row; the rows of x start at multiples of 16 bytes.
 
     Attributes:
@@ -48,7 +48,12 @@ class Fp8Quantization:
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to e4m3"
 
-    tuning_key = None
+    @classmethod
+    def common_problems(cls) -> Iterator[Fp8Quantization]:
+        """Yield quantizations of common layers, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16"):
+            for m in (1, 1024):
+                yield Fp8Quantization(m, 4096, 128, dtype, 4096)
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,6 @@ def half_sum_stride(k: int, block_size: int) -> int:
     return ceil_div(ceil_div(k, block_size), 8) * 8
 
 
-def refusal(problem: Fp8Quantization, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
-    return None if device.arch >= FP8_ARCH else f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
-
-
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
     """Return the only configuration."""
     few, many = _even_rounds(problem, FEW_ROWS_THREADS), _even_rounds(problem, MANY_ROWS_THREADS)
@@ -101,7 +101,7 @@ def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Dev
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
     """Return the launch plan; the buffers are x, codes, scale, sums and half_sums."""
-    dependent = device.arch >= 90
+    dependent = device.has(Capability.DEPENDENT_LAUNCH)
     defines = (
         ("X", TYPES[problem.dtype]),
         ("THREADS", config.threads),
@@ -122,13 +122,14 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
     )
 
 
-def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:
-    """Return an empty workspace, since there is no split-K."""
-    return Workspace()
+class QuantizeFp8(Family[Fp8Quantization, QuantizeFp8Config]):
+    """The family ``quantize_fp8``."""
+
+    NAME = NAME
+    needs = (Capability.MMA_FP8,)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
 
 
-def common_problems() -> Iterator[Fp8Quantization]:
-    """Yield quantizations of common layers, which the compile command compiles in advance."""
-    for dtype in ("float16", "bfloat16"):
-        for m in (1, 1024):
-            yield Fp8Quantization(m, 4096, 128, dtype, 4096)
+QUANTIZE_FP8 = QuantizeFp8()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import Family, KernelProblem
 from cupy_awq.kernels.int8.problem import is_dependent
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -26,7 +27,7 @@ LAUNCH_US = 3.0
 
 
 @dataclass(frozen=True)
-class RowQuantization:
+class RowQuantization(KernelProblem):
     """A quantization of x [m, k] to int8 codes with a scale, an offset and a sum of codes per block of columns.
 
     Attributes:
@@ -52,7 +53,12 @@ class RowQuantization:
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to int8 block size {self.block_size}"
 
-    tuning_key = None
+    @classmethod
+    def common_problems(cls) -> Iterator[RowQuantization]:
+        """Yield quantizations of common layers, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16", "float32"):
+            for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
+                yield RowQuantization(1, 4096, block_size, dtype, symmetric, False, True, 4096)
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,6 @@ class QuantizeRowsConfig:
     threads: int
 
     split_k = 1
-
-
-def refusal(problem: RowQuantization, device: Device) -> str | None:
-    """Return None, since the family can solve every problem."""
-    return None
 
 
 def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig]:
@@ -117,13 +118,13 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
     )
 
 
-def workspace(config: QuantizeRowsConfig, problem: RowQuantization) -> Workspace:
-    """Return an empty workspace, since there is no split-K."""
-    return Workspace()
+class QuantizeRows(Family[RowQuantization, QuantizeRowsConfig]):
+    """The family ``quantize_rows``."""
+
+    NAME = NAME
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
 
 
-def common_problems() -> Iterator[RowQuantization]:
-    """Yield quantizations of common layers, which the compile command compiles in advance."""
-    for dtype in ("float16", "bfloat16", "float32"):
-        for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
-            yield RowQuantization(1, 4096, block_size, dtype, symmetric, False, True, 4096)
+QUANTIZE_ROWS = QuantizeRows()

@@ -3,37 +3,68 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.gemm.problem import ceil_div
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-NAME = "round_channels"
 MAX_CHANNELS = 64
 """The largest number of channels per block."""
 THREADS = 64
 """The number of threads per CTA."""
 
 
-@functools.lru_cache(maxsize=1024)
-def plan(device: Device, channels: int, n: int) -> LaunchPlan:
-    """Return the launch plan for a block of ``channels`` input channels of a weight with ``n`` output channels.
+@dataclass(frozen=True)
+class ChannelRounding(MemoryBoundProblem):
+    """A rounding of a block of input channels of a weight.
 
-    The buffers are ``target``, ``old`` (or None), ``factors``, ``bottom``, ``top``, ``codes`` and ``changes``, all
-    contiguous float32; see ``cuda_src/quantization/round_channels.cu`` for their shapes.
+    Attributes:
+        channels: number of input channels, up to MAX_CHANNELS.
+        n: number of output channels.
     """
-    kernel = Kernel(
-        "quantization/round_channels.cu", NAME, (("CHANNELS", channels), ("THREADS", THREADS)), device.target
-    )
-    buffers = "target", "old", "factors", "bottom", "top", "codes", "changes"
-    return LaunchPlan(kernel, (ceil_div(n, THREADS), 1, 1), (THREADS, 1, 1), (*buffers, np.int32(n)))
+
+    channels: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"round W[{self.channels}, {self.n}]"
+
+    @property
+    def nbytes(self) -> int:
+        """The size of target, bottom, top, codes and changes in bytes."""
+        return 20 * self.channels * self.n
+
+    @classmethod
+    def common_problems(cls) -> Iterator[ChannelRounding]:
+        """Yield blocks of the group sizes that are powers of two, which the compile command compiles in advance."""
+        for channels in (16, 32, 64):
+            yield ChannelRounding(channels, 4096)
 
 
-def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels for the group sizes that are powers of two."""
-    for channels in (16, 32, 64):
-        yield plan(device, channels, 4096).kernel
+class RoundChannels(SoleConfigFamily[ChannelRounding]):
+    """The family ``round_channels``."""
+
+    NAME = "round_channels"
+
+    def refusal(self, problem: ChannelRounding, device: Device) -> str | None:
+        return None if problem.channels <= MAX_CHANNELS else f"takes {MAX_CHANNELS} channels, not {problem.channels}"
+
+    def plan(self, config: SoleConfig, problem: ChannelRounding, device: Device) -> LaunchPlan:
+        """Return the launch plan.
+
+        The buffers are ``target``, ``old`` (or None), ``factors``, ``bottom``, ``top``, ``codes`` and ``changes``, all
+        contiguous float32; see ``cuda_src/quantization/round_channels.cu`` for their shapes.
+        """
+        defines = (("CHANNELS", problem.channels), ("THREADS", THREADS))
+        kernel = Kernel("quantization/round_channels.cu", self.NAME, defines, device.target)
+        buffers = "target", "old", "factors", "bottom", "top", "codes", "changes"
+        grid = (ceil_div(problem.n, THREADS), 1, 1)
+        return LaunchPlan(kernel, grid, (THREADS, 1, 1), (*buffers, np.int32(problem.n)))
+
+
+ROUND_CHANNELS = RoundChannels()

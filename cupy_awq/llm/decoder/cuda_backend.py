@@ -16,8 +16,10 @@ from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels.decoder import decoder as kernels
+from cupy_awq.kernels.decoder.decode_attention import MAX_COUNTERS, attention_workspace
 from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
-from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, ceil_div
+from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.decoder import kv_cache, upload
@@ -78,7 +80,7 @@ class CudaOps(DecoderOps):
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
         self._positions: dict[Projection | None, Array] = {}  # the inverse activation order, by layer
-        self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
+        self._attention_counters = workspace.allocate_zeros(4 * MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
     @property
@@ -151,8 +153,8 @@ class CudaOps(DecoderOps):
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
         import cupy
 
-        if sequences * self.config.heads > kernels.MAX_COUNTERS:
-            most = kernels.MAX_COUNTERS // self.config.heads
+        if sequences * self.config.heads > MAX_COUNTERS:
+            most = MAX_COUNTERS // self.config.heads
             raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
         free_bytes, _ = cupy.cuda.runtime.memGetInfo()
         free_bytes += cupy.get_default_memory_pool().free_bytes() - RESERVED_BYTES
@@ -238,7 +240,7 @@ class CudaOps(DecoderOps):
         if s == 1 and not self._batch_invariant:
             options = {"norm": has_norm, "orders_out": order is not None}
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, **options)
-            partials, _ = kernels.attention_workspace(plan, config.head_dim)
+            partials, _ = attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
             positions = None if order is None else order.positions
             self.run(plan, **cached, **new, **scratch, out=out, positions=positions)

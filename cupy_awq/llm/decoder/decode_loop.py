@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from cupy_awq.check import Array
 from cupy_awq.kernels.decoder import decoder as kernels
+from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, StepLogits
 from cupy_awq.llm.decoder.kv_cache import KvCache
@@ -66,7 +67,7 @@ class CudaDecodeLoop(DecodeLoop):
         self._seen = cupy.zeros((sequences, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
         has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._limits = cupy.zeros(sequences, np.float32) if has_filters and sampling.temperature > 0 else None
-        self._partials = cupy.zeros((sequences, kernels.MAX_SAMPLE_CTAS), np.uint64)
+        self._partials = cupy.zeros((sequences, MAX_SAMPLE_CTAS), np.uint64)
         self._counters = cupy.zeros(sequences, np.uint32)
         self._steps = 0
         self._graph: Any = None
@@ -129,9 +130,9 @@ class CudaDecodeLoop(DecodeLoop):
         sampling, ops = self._sampling, self._ops
         gpu, (m, vocab) = ops.device, logits.shape
         seen, limits = (None if a is None else a[sequences] for a in (self._seen, self._limits))
-        options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
+        options: dict[str, Any] = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
         if limits is not None:
-            filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            filters: dict[str, Any] = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
             plan = kernels.plan_sampling_threshold(gpu, m, vocab, **options, **filters)
             ops.run(plan, logits=logits, seen=seen, limits=limits)
         options |= {"first_sequence": sequences.start or 0, "seed": sampling.seed}

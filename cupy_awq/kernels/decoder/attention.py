@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attention_sm80`` and ``attention``: causal attention in prefill, with tensor cores (mma.sync) and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.kernels.decoder.common import (
+    COMMON_HEADS,
+    MAX_SIMT_HEADS,
+    SIMT_FACTOR,
+    attention_threads,
+    count_cta_heads,
+    int32s,
+    plan_launch,
+    simt_constants,
+)
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import Argument, LaunchPlan
+
+PREFILL_TILE = 64
+"""The number of queries, and the number of keys, per tile of ``attention_sm80``."""
+
+
+@dataclass(frozen=True)
+class Attention(MemoryBoundProblem):
+    """Causal attention in prefill: of ``steps`` new tokens of each of m / steps sequences to all tokens before them.
+
+    Attributes:
+        m: number of rows of q and of the result.
+        steps: number of new tokens per sequence.
+        heads, kv_heads: numbers of query heads and of KV heads.
+        head_dim: number of columns per head.
+        capacity: largest number of tokens per sequence in the KV cache.
+        sequence_stride: stride of the KV cache between sequences, in elements.
+        dtype: dtype of q, the cache and the result, "float16" or "bfloat16".
+    """
+
+    m: int
+    steps: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    sequence_stride: int
+    dtype: str
+
+    def __str__(self) -> str:
+        cache = f"k, v[{self.m // self.steps}, {self.kv_heads}, {self.capacity}, {self.head_dim}]"
+        return f"attention of q[{self.m}, {self.heads}, {self.head_dim}] {self.dtype} to {cache}"
+
+    @property
+    def nbytes(self) -> int:
+        """The size of q, of the result and of a full KV cache in bytes."""
+        rows = self.m * self.heads + self.m // self.steps * self.kv_heads * self.capacity
+        return 2 * rows * self.head_dim * ITEMSIZE[self.dtype]
+
+    def defines(self) -> dict[str, int | str]:
+        """Return the compile-time constants (name, value) of both kernels."""
+        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of both kernels; the buffers are q, k, v, lengths and out."""
+        sizes = int32s(self.steps, self.heads, self.kv_heads, self.capacity)
+        scalars = (*sizes, np.int64(self.sequence_stride), np.float32(self.head_dim**-0.5))
+        return ("q", "k", "v", "lengths", "out", *scalars)
+
+    @classmethod
+    def common_problems(cls) -> Iterator[Attention]:
+        """Yield the attention of common models with 8 KV heads, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16"):
+            for head_dim, _, groups in COMMON_HEADS:
+                for group in groups:
+                    yield Attention(2, 2, 8 * group, 8, head_dim, 8, 8, dtype)
+
+
+class AttentionSm80(SoleConfigFamily[Attention]):
+    """The family ``attention_sm80``."""
+
+    NAME = "attention_sm80"
+    needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC, Capability.LDMATRIX
+
+    def refusal(self, problem: Attention, device: Device) -> str | None:
+        reason = device.refusal(self.needs)
+        if reason is None and (problem.head_dim % 16 or problem.head_dim > 128):
+            return f"needs a head dimension that is a multiple of 16 up to 128, not {problem.head_dim}"
+        return reason
+
+    def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are those of `Attention.arguments`."""
+        grid = (ceil_div(problem.steps, PREFILL_TILE), problem.heads, problem.m // problem.steps)
+        stages, tensors, padded_row_bytes = 2, 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
+        shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
+        arguments = problem.arguments()
+        return plan_launch(device, self.NAME, problem.defines(), grid, 128, arguments, shared_bytes=shared_bytes)
+
+
+class AttentionSimt(SoleConfigFamily[Attention]):
+    """The family ``attention``."""
+
+    NAME = "attention"
+
+    def estimate_us(self, config: SoleConfig, problem: Attention, device: Device) -> float:
+        return SIMT_FACTOR * super().estimate_us(config, problem, device)
+
+    def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are those of `Attention.arguments`."""
+        cta_heads = count_cta_heads(problem.heads // problem.kv_heads, MAX_SIMT_HEADS)
+        threads = attention_threads(cta_heads, problem.head_dim)
+        defines = {**problem.defines(), **simt_constants(cta_heads, problem.head_dim)}
+        grid = (problem.heads // cta_heads, problem.m, 1)
+        return plan_launch(device, self.NAME, defines, grid, threads, problem.arguments())
+
+
+ATTENTION_SM80 = AttentionSm80()
+ATTENTION = AttentionSimt()

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``decode_attention_sm80`` and ``decode_attention``: attention in a decode step, with tensor cores and without.
+
+The kernels apply RoPE, append k and v to the KV cache, and compute attention. Their grid does not depend on the lengths
+of the sequences, so a captured CUDA graph can be replayed for any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.kernels.decoder.common import (
+    COMMON_HEADS,
+    MAX_SIMT_HEADS,
+    SIMT_FACTOR,
+    attention_threads,
+    count_cta_heads,
+    int32s,
+    plan_launch,
+    simt_constants,
+)
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.tiling import next_power_of_two
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import Argument, LaunchPlan
+
+MAX_SPLITS = 32
+"""The largest number of splits, the CTAs among which the keys of a sequence are divided."""
+MAX_COUNTERS = 1 << 16
+"""The number of counters that the kernels can use; m * heads must not exceed it."""
+MIN_SPLIT_KEYS = 64
+"""The smallest number of keys per split."""
+UNSPLIT_KEYS = 256
+"""The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100).
+
+Twice as many if the two splits only balance the SMs.
+"""
+
+
+@dataclass(frozen=True)
+class DecodeAttention(KernelProblem):
+    """The attention of one new token of each of m sequences.
+
+    Attributes:
+        m: number of sequences.
+        heads, kv_heads: numbers of query heads and of KV heads.
+        head_dim: number of columns per head.
+        capacity: largest number of tokens per sequence in the KV cache.
+        sequence_stride: stride of the KV cache between sequences, in elements.
+        dtype: dtype of qkv, the cache and the result, "float16" or "bfloat16".
+        eps: epsilon of the RMSNorm of heads.
+        norm: whether RMSNorm is applied to each head of q and k first.
+        orders_out: whether the columns of the result are permuted: column i is stored at column ``positions[i]``.
+    """
+
+    m: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    sequence_stride: int
+    dtype: str
+    eps: float
+    norm: bool
+    orders_out: bool = False
+
+    def __str__(self) -> str:
+        cache = f"k, v[{self.m}, {self.kv_heads}, {self.capacity}, {self.head_dim}]"
+        return f"attention of q[{self.m}, {self.heads}, {self.head_dim}] {self.dtype} to {cache} in a decode step"
+
+    def defines(self) -> dict[str, int | str]:
+        """Return the compile-time constants (name, value) of both kernels."""
+        constants: dict[str, int | str] = {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
+        return {**constants, "QK_NORM": int(self.norm), "ORDER_OUT": int(self.orders_out)}
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of both kernels: qkv, q_norm, k_norm, cos, sin, lengths, k, v, out, workspace, sizes.
+
+        The workspace is partials and counters; with ``orders_out`` the buffer positions follows.
+        """
+        buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
+        order = ("positions",) if self.orders_out else ()
+        sizes = (*int32s(self.heads, self.kv_heads, self.capacity), np.int64(self.sequence_stride))
+        return (*buffers, *order, *sizes, np.float32(self.head_dim**-0.5), np.float32(self.eps))
+
+    @classmethod
+    def common_problems(cls) -> Iterator[DecodeAttention]:
+        """Yield the attention of common models with 8 KV heads, which the compile command compiles in advance.
+
+        There are 1 and 64 sequences; kernels with other numbers of splits are compiled on first use.
+        """
+        for dtype in ("float16", "bfloat16"):
+            for head_dim, norm, groups in COMMON_HEADS:
+                for group in groups:
+                    for m in (1, 64):
+                        yield DecodeAttention(m, 8 * group, 8, head_dim, 8, 8, dtype, 1e-6, norm)
+
+
+@dataclass(frozen=True)
+class DecodeAttentionConfig:
+    """A configuration of ``decode_attention_sm80`` or ``decode_attention``.
+
+    Attributes:
+        cta_heads: number of query heads per CTA.
+        threads: number of threads per CTA.
+        splits: number of CTAs among which the keys of a sequence are divided.
+        unsplit_keys: (sm80) largest number of keys that one of the CTAs attends to alone.
+        shared_bytes: dynamic shared memory per CTA in bytes, of which the kernel uses none; it limits residency.
+    """
+
+    cta_heads: int
+    threads: int
+    splits: int
+    unsplit_keys: int = UNSPLIT_KEYS
+    shared_bytes: int = 0
+
+    split_k = 1
+
+
+def _choose_splits(ctas: int, ctas_per_sm: int, device: Device) -> int:
+    """Return the number of splits with which ``ctas`` CTAs before splitting fill the GPU."""
+    return max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // ctas))
+
+
+def _estimate_us(problem: DecodeAttention, device: Device) -> float:
+    """Return the time in microseconds to read a full KV cache."""
+    cached = 2 * problem.m * problem.kv_heads * problem.capacity * problem.head_dim * ITEMSIZE[problem.dtype]
+    return cached / (device.read_gbs * 1e3)
+
+
+def _plan(
+    name: str, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device, defines: dict[str, int | str]
+) -> LaunchPlan:
+    grid = config.splits, problem.heads // config.cta_heads, problem.m
+    arguments, shared_bytes = problem.arguments(), config.shared_bytes
+    return plan_launch(device, name, defines, grid, config.threads, arguments, shared_bytes=shared_bytes)
+
+
+class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
+    """The family ``decode_attention_sm80``."""
+
+    NAME = "decode_attention_sm80"
+    needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC
+
+    def refusal(self, problem: DecodeAttention, device: Device) -> str | None:
+        reason = device.refusal(self.needs)
+        if reason is None and (problem.head_dim % 64 or problem.head_dim > 256):
+            return f"needs a head dimension that is a multiple of 64 up to 256, not {problem.head_dim}"
+        return reason
+
+    def configs(self, problem: DecodeAttention, device: Device) -> list[DecodeAttentionConfig]:
+        """Return the only configuration."""
+        # The registers hold the accumulators of at most 16 heads of up to 128 dims, or of 8 heads of 256 dims.
+        cta_heads = count_cta_heads(problem.heads // problem.kv_heads, 16 if problem.head_dim <= 128 else 8)
+        threads = attention_threads(cta_heads, problem.head_dim)
+        ctas_per_sm = _ctas_per_sm(threads)
+        unsplit_ctas, unsplit_keys = problem.m * problem.heads // cta_heads, UNSPLIT_KEYS
+        splits = _choose_splits(unsplit_ctas, ctas_per_sm, device)
+        small = ctas_per_sm == 1 and problem.head_dim < 128  # an SM has room for two CTAs
+        if small and device.sm_count < unsplit_ctas <= device.sm_count * 3 // 2:
+            # Some SMs would have two CTAs and the others one. On an H100, a layer of Llama-3.2-1B with 17, 21 and 24
+            # sequences of 2,048 tokens takes 52.1, 57.4 and 62.1 us with two splits, and 58.9, 64.3 and 66.2 with one.
+            splits, unsplit_keys = 2, 2 * UNSPLIT_KEYS
+        # Request half of the shared memory to limit residency to one CTA per SM. With two CTAs per SM, CTAs are
+        # distributed unevenly while the preceding kernel occupies some SMs: a layer of Llama-3.2-1B with 16 sequences
+        # takes 47.1 instead of 41.9 us on an H100.
+        spread = small and splits == 1 and unsplit_ctas <= device.sm_count
+        shared_bytes = device.shared_bytes_per_sm // 2 if spread else 0
+        return [DecodeAttentionConfig(cta_heads, threads, splits, unsplit_keys, shared_bytes)]
+
+    def estimate_us(self, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device) -> float:
+        """Return the time in microseconds to read a full KV cache."""
+        return _estimate_us(problem, device)
+
+    def plan(self, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are those of `DecodeAttention.arguments`."""
+        defines = {
+            **problem.defines(),
+            "HEADS": config.cta_heads,
+            "WARP_KEYS": 16 * max(1, 128 // problem.head_dim),
+            "CTAS_PER_SM": _ctas_per_sm(config.threads),
+            "MAX_SPLITS": next_power_of_two(config.splits),
+            "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS,
+            "UNSPLIT_KEYS": config.unsplit_keys,
+            # On an H100, this prefetch speeds up a layer of Qwen3-8B (head_dim 128) by 1 to 5% with 12 and 24 sequences
+            # of 1,024 tokens, and slows down a layer of Llama-3.2-1B (head_dim 64) by 4% with 24.
+            "KEYS_AHEAD": int(config.splits == 1 and problem.head_dim >= 128),
+        }
+        return _plan(self.NAME, config, problem, device, defines)
+
+
+class DecodeAttentionSimt(Family[DecodeAttention, DecodeAttentionConfig]):
+    """The family ``decode_attention``."""
+
+    NAME = "decode_attention"
+
+    def configs(self, problem: DecodeAttention, device: Device) -> list[DecodeAttentionConfig]:
+        """Return the only configuration."""
+        cta_heads = count_cta_heads(problem.heads // problem.kv_heads, MAX_SIMT_HEADS)
+        threads = attention_threads(cta_heads, problem.head_dim)
+        if 4 * problem.m * problem.heads // cta_heads > device.sm_count:
+            threads = 128  # Use smaller CTAs, so that an SM holds several CTAs, which overlap loads with arithmetic.
+        ctas_per_sm = 2 if threads > 128 else 3
+        splits = _choose_splits(problem.m * problem.heads // cta_heads, ctas_per_sm, device)
+        return [DecodeAttentionConfig(cta_heads, threads, splits)]
+
+    def estimate_us(self, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device) -> float:
+        """Return SIMT_FACTOR times the time in microseconds to read a full KV cache."""
+        return SIMT_FACTOR * _estimate_us(problem, device)
+
+    def plan(self, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are those of `DecodeAttention.arguments`."""
+        defines = {**problem.defines(), **simt_constants(config.cta_heads, problem.head_dim)}
+        if config.threads == 128 and config.cta_heads > 2 and problem.dtype == "bfloat16":
+            defines |= {"UNROLL": 2}  # With 4, ptxas spills registers.
+        defines |= {"MAX_SPLITS": next_power_of_two(config.splits), "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
+        return _plan(self.NAME, config, problem, device, defines)
+
+
+def _ctas_per_sm(threads: int) -> int:
+    """Return the number of CTAs per SM for which ``decode_attention_sm80`` is compiled."""
+    return 256 // threads
+
+
+DECODE_ATTENTION_SM80 = DecodeAttentionSm80()
+DECODE_ATTENTION = DecodeAttentionSimt()
+
+
+def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
+    """Return the numbers of float32 partial sums and of uint32 counters that a plan of decode attention needs."""
+    splits, head_ctas, m = plan.grid
+    if splits == 1:
+        return 0, 0
+    defines = dict(plan.kernel.defines)
+    return m * head_ctas * int(defines["MAX_SPLITS"]) * int(defines["HEADS"]) * (head_dim + 2), m * head_ctas

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dense_sm80``, ``dense`` and their ``dense_int8`` forms: GEMMs with a weight in 16 or 8 bits, such as LM heads.
+
+The kernels with "sm80" in their names use tensor cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cupy_awq.kernels.decoder.common import SIMT_FACTOR, THREADS, int32s, plan_launch
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import Family, MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
+
+DENSE_BLOCK_M = 16
+"""The number of rows of x per block of ``dense_sm80``."""
+DENSE_MAX_M = 128
+"""The largest number of rows of x that the CTAs of ``dense_sm80`` compute while the weight is read once."""
+DENSE_THREADS = 512
+"""The number of threads per CTA of ``dense_sm80``."""
+
+
+@dataclass(frozen=True)
+class DenseProduct(MemoryBoundProblem):
+    """A GEMM y [m, n] = x [m, k] @ w [n, k]^T + bias.
+
+    Attributes:
+        m: number of rows of x and y.
+        n: number of rows of w and columns of y.
+        k: number of columns of x and w.
+        dtype: dtype of x, of the scales, and of w if ``block`` is None: "float16" or "bfloat16".
+        out_dtype: dtype of y.
+        bias: whether there is a bias.
+        block: number of values along k per scale, a multiple of 16, of a weight given by the buffers ``codes``, uint8
+            [n, k], and ``code_scales`` [n, k / block]; None for a weight ``w`` [n, k].
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    bias: bool
+    block: int | None = None
+
+    def __str__(self) -> str:
+        weight = self.dtype if self.block is None else f"int8 block size {self.block}"
+        return f"x[{self.m}, {self.k}] {self.dtype} @ w[{self.n}, {self.k}]^T {weight}"
+
+    @property
+    def nbytes(self) -> int:
+        """The size of x, the weight and y in bytes."""
+        itemsize = ITEMSIZE[self.dtype]
+        row_bytes = self.k * itemsize if self.block is None else self.k + self.k // self.block * itemsize
+        return self.m * (self.k * itemsize + self.n * ITEMSIZE[self.out_dtype]) + self.n * row_bytes
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The names of the buffers."""
+        return ("x", *(("w",) if self.block is None else ("codes", "code_scales")), "bias", "y")
+
+    def defines(self) -> dict[str, int | str]:
+        """Return the compile-time constants (name, value) of all kernels."""
+        constants: dict[str, int | str] = {
+            "X": TYPES[self.dtype],
+            "Y": TYPES[self.out_dtype],
+            "HAS_BIAS": int(self.bias),
+        }
+        return constants if self.block is None else constants | {"BLOCK": self.block}
+
+    def weight_refusal(self, has_codes: bool) -> str | None:
+        """Return the reason why kernels for weights in 8 bits (``has_codes``) or 16 bits cannot take the weight."""
+        if has_codes == (self.block is None):
+            return f"takes a weight in {8 if has_codes else 16} bits, not {16 if has_codes else 8}"
+        return None
+
+    @classmethod
+    def common_problems(cls) -> Iterator[DenseProduct]:
+        """Yield GEMMs of common models, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16"):
+            for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
+                for m in (1, 17, 33):
+                    yield DenseProduct(m, 8, k, dtype, out_dtype, bias=False)
+            for block, k, out_dtype in (
+                (32, 4096, dtype),
+                (32, 2048, "float32"),
+                (16, 4096, "float32"),
+                (16, 144, dtype),
+            ):
+                yield DenseProduct(1, 8, k, dtype, out_dtype, bias=False, block=block)
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """A configuration of ``dense_sm80``.
+
+    Attributes:
+        tiles: number of tiles of 8 columns of y per CTA.
+        steps: number of steps of a CTA along k, which are loaded at the same time.
+        blocks: number of blocks of DENSE_BLOCK_M rows of x per CTA.
+    """
+
+    tiles: int
+    steps: int
+    blocks: int
+
+    split_k = 1
+
+
+class DenseSm80(Family[DenseProduct, DenseConfig]):
+    """The families ``dense_sm80`` and, with ``has_codes``, ``dense_int8_sm80``."""
+
+    needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC
+
+    def __init__(self, name: str, has_codes: bool) -> None:
+        self.NAME = name
+        self._has_codes = has_codes
+
+    def refusal(self, problem: DenseProduct, device: Device) -> str | None:
+        reason = problem.weight_refusal(self._has_codes) or device.refusal(self.needs)
+        if reason is None and problem.k % 32:
+            return f"needs K to be a multiple of 32, not {problem.k}"
+        return reason
+
+    def configs(self, problem: DenseProduct, device: Device) -> list[DenseConfig]:
+        """Return the only configuration."""
+        # A step loads 2 * DENSE_THREADS bytes of each row of w. The number of steps limits the loads in flight per CTA
+        # to 64 KiB; more loads in flight slow down LM heads by 1 to 4% on an H100.
+        step_k = (2 if self._has_codes else 1) * DENSE_THREADS
+        steps = ceil_div(problem.k, step_k * ceil_div(problem.k, 4 * step_k))
+        # With 8-bit codes, ptxas spills registers if TILES is 4 and STEPS is 2 and, for GPUs with tcgen05, if their
+        # product is 8. On an H100, heads with K = 2048 take 0.80 to 0.86 of the time with 3 tiles.
+        product = 4 if self._has_codes and device.has(Capability.TCGEN05) else 8
+        tiles = min(3 if self._has_codes and steps == 2 else 4, product // steps)
+        # More blocks per CTA save reads of the weight from L2, but need more registers and, with more than two tiles,
+        # more shared memory than a CTA has.
+        m_blocks = ceil_div(problem.m, DENSE_BLOCK_M)
+        blocks = 1 if self._has_codes else m_blocks if m_blocks <= 3 else 2
+        return [DenseConfig(tiles if blocks == 1 else min(tiles, 2), steps, blocks)]
+
+    def estimate_us(self, config: DenseConfig, problem: DenseProduct, device: Device) -> float:
+        """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
+        return problem.nbytes / (device.read_gbs * 1e3)
+
+    def plan(self, config: DenseConfig, problem: DenseProduct, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are `DenseProduct.buffers`."""
+        m_blocks = ceil_div(problem.m, DENSE_BLOCK_M)
+        groups = m_blocks if config.blocks == 1 else ceil_div(problem.m, DENSE_MAX_M)
+        sharing = ceil_div(m_blocks, config.blocks * groups)
+        grid = (sharing, min(ceil_div(problem.n, 8 * config.tiles), device.sm_count // sharing), groups)
+        defines = problem.defines() | {"TILES": config.tiles, "STEPS": config.steps, "BLOCKS": config.blocks}
+        arguments = (*problem.buffers, *int32s(problem.m, problem.n, problem.k))
+        plan = plan_launch(device, self.NAME, defines, grid, DENSE_THREADS, arguments)
+        return replace(plan, prefers_l1=True)
+
+
+class DenseSimt(SoleConfigFamily[DenseProduct]):
+    """The families ``dense`` and, with ``has_codes``, ``dense_int8``."""
+
+    def __init__(self, name: str, has_codes: bool) -> None:
+        self.NAME = name
+        self._has_codes = has_codes
+
+    def refusal(self, problem: DenseProduct, device: Device) -> str | None:
+        return problem.weight_refusal(self._has_codes)
+
+    def estimate_us(self, config: SoleConfig, problem: DenseProduct, device: Device) -> float:
+        return SIMT_FACTOR * super().estimate_us(config, problem, device)
+
+    def plan(self, config: SoleConfig, problem: DenseProduct, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are `DenseProduct.buffers`."""
+        grid = (ceil_div(problem.n, THREADS // 32), problem.m, 1)
+        arguments = (*problem.buffers, *int32s(problem.n, problem.k))
+        return plan_launch(device, self.NAME, problem.defines(), grid, THREADS, arguments)
+
+
+DENSE_SM80 = DenseSm80("dense_sm80", has_codes=False)
+DENSE_INT8_SM80 = DenseSm80("dense_int8_sm80", has_codes=True)
+DENSE = DenseSimt("dense", has_codes=False)
+DENSE_INT8 = DenseSimt("dense_int8", has_codes=True)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``embed``: the rows of an embedding table for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cupy_awq.kernels.decoder.common import int32s, plan_launch
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
+
+
+@dataclass(frozen=True)
+class Embedding(MemoryBoundProblem):
+    """An embedding h [m, width] = table[tokens], with a table [vocab, width].
+
+    Attributes:
+        m: number of tokens.
+        vocab: number of rows of the table; a token outside the table is read as token 0.
+        width: number of columns of the table.
+        table_dtype: dtype of the table; h is float32.
+    """
+
+    m: int
+    vocab: int
+    width: int
+    table_dtype: str
+
+    def __str__(self) -> str:
+        return f"h[{self.m}, {self.width}] = table[{self.vocab}, {self.width}] {self.table_dtype}"
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the rows of the table and of h in bytes."""
+        return self.m * self.width * (ITEMSIZE[self.table_dtype] + 4)
+
+    @classmethod
+    def common_problems(cls) -> Iterator[Embedding]:
+        """Yield embeddings of common models, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16"):
+            yield Embedding(1, 8, 8, dtype)
+
+
+class Embed(SoleConfigFamily[Embedding]):
+    """The family ``embed``."""
+
+    NAME = "embed"
+
+    def plan(self, config: SoleConfig, problem: Embedding, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are tokens, table and h."""
+        threads = 1024  # With one load of 4 values per thread, a CTA covers a row of up to 4096 values.
+        arguments = ("tokens", "table", "h", *int32s(problem.vocab, problem.width))
+        defines: dict[str, int | str] = {"TABLE": TYPES[problem.table_dtype]}
+        plan = plan_launch(device, self.NAME, defines, (problem.m, 1, 1), threads, arguments)
+        return replace(plan, dependent=False)
+
+
+EMBED = Embed()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rope_cache``: apply RoPE to q and k in prefill, and append k and v to the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.kernels.decoder.common import COMMON_HEADS, int32s, plan_launch
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
+
+
+@dataclass(frozen=True)
+class RopeCaching(MemoryBoundProblem):
+    """A rotation of q and k by RoPE, and a copy of k and v to the KV cache.
+
+    Attributes:
+        m: number of rows of qkv: ``steps`` new tokens of each of m / steps sequences.
+        steps: number of new tokens per sequence.
+        heads, kv_heads: numbers of query heads and of KV heads.
+        head_dim: number of columns per head.
+        capacity: largest number of tokens per sequence in the KV cache.
+        sequence_stride: stride of the KV cache between sequences, in elements.
+        dtype: dtype of qkv and the cache, "float16" or "bfloat16".
+        eps: epsilon of the RMSNorm of heads.
+        norm: whether RMSNorm is applied to each head of q and k first.
+    """
+
+    m: int
+    steps: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    sequence_stride: int
+    dtype: str
+    eps: float
+    norm: bool
+
+    def __str__(self) -> str:
+        return (
+            f"rope q[{self.m}, {self.heads}, {self.head_dim}] and k[{self.m}, {self.kv_heads}, {self.head_dim}] "
+            f"{self.dtype}, append k and v to the cache"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The size of q, k and v in bytes, read and written."""
+        return 2 * self.m * (self.heads + 2 * self.kv_heads) * self.head_dim * ITEMSIZE[self.dtype]
+
+    @classmethod
+    def common_problems(cls) -> Iterator[RopeCaching]:
+        """Yield problems of common models, which the compile command compiles in advance."""
+        for dtype in ("float16", "bfloat16"):
+            for head_dim, norm, _ in COMMON_HEADS:
+                yield RopeCaching(1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm)
+
+
+class RopeCache(SoleConfigFamily[RopeCaching]):
+    """The family ``rope_cache``."""
+
+    NAME = "rope_cache"
+
+    def plan(self, config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, lengths, q, k and v."""
+        defines: dict[str, int | str] = {
+            "X": TYPES[problem.dtype],
+            "HEAD_DIM": problem.head_dim,
+            "QK_NORM": int(problem.norm),
+        }
+        threads = 128
+        sizes = int32s(problem.m, problem.steps, problem.heads, problem.kv_heads, problem.capacity)
+        buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
+        arguments = (*buffers, *sizes, np.int64(problem.sequence_stride), np.float32(problem.eps))
+        ctas = ceil_div(problem.m * (problem.heads + 2 * problem.kv_heads), threads // 32)
+        return plan_launch(device, self.NAME, defines, (ctas, 1, 1), threads, arguments)
+
+
+ROPE_CACHE = RopeCache()

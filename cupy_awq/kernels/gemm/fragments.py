@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host code shared by the GEMM kernels that read the fragment layout: refusal, constants, tensor map of x."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cupy_awq.kernels.dtypes import ITEMSIZE
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
+from cupy_awq.kernels.hopper import p_norm
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import TensorMap
+
+POWER_LIMITED_TFLOPS = 877.0
+"""The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
+ROUNDED_MIN_M = 33
+"""The smallest M for rounded products of weights and scales, as fewer rows promise the bits of unrounded weights."""
+
+
+def fragment_refusal(problem: Problem, device: Device, needs: Iterable[Capability]) -> str | None:
+    """Return the reason why kernels that read the fragment layout cannot solve the problem, or None.
+
+    ``needs`` are the capabilities that the kernels need.
+    """
+    reason = device.refusal(needs)
+    if reason is not None:
+        return reason
+    if FRAGMENTS not in problem.layouts:
+        return "needs the repacked weight of an AwqLinear"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes x of float16 or bfloat16, not {problem.dtype}"
+    if not problem.x_aligned:
+        return "needs rows of x that start at multiples of 16 bytes"
+    if problem.gated and problem.n % (2 * WEIGHT_TILE_N):
+        return f"needs N to be a multiple of {2 * WEIGHT_TILE_N} when gated, not {problem.n}"
+    return FragmentLayout.of(problem).refusal()
+
+
+def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
+    """Return the tensor map of x, viewed as [k / 64][m][64], with TMA boxes of shape [boxes][block_m][64]."""
+    m, itemsize = problem.m, ITEMSIZE[problem.dtype]
+    return TensorMap(
+        "x",
+        problem.dtype,
+        dims=(64, m, problem.k // 64),
+        strides=(problem.row_strides.x * itemsize, 64 * itemsize),
+        box=(64, block_m, boxes),
+        swizzle=128,
+    )
+
+
+def fragment_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
+    """Return the compile-time constants (name, value) of a problem for the kernels that read the fragment layout."""
+    return (
+        *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
+        *FragmentLayout.of(problem).defines(),
+        ("ALIGNED", int(problem.aligned)),
+    )
+
+
+def power_limited_us(work_us: float, problem: Problem) -> float:
+    """Return the run time in microseconds, under the power limit, of work that takes ``work_us`` at full clock.
+
+    The result is a smooth maximum of ``work_us`` and the time at POWER_LIMITED_TFLOPS: the clock rises while some SMs
+    are idle, so the limit is gradual.
+    """
+    power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
+    return p_norm((work_us, power_us), 3)
+
+
+def has_split_scales(problem: Problem) -> bool:
+    """Return whether each float16 scale is split into two bfloat16 values, at two more instructions per weight pair."""
+    return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")
