@@ -35,7 +35,7 @@ class AwqLinear:
     the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
     skips validation and kernel selection. Threads and streams may share a layer.
 
-    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read, if K is a
+    On a Hopper GPU the layer also stores the weight in the fragment layout, which the fastest kernels read, if K is a
     multiple of 64, the group size is 16, 32, 64, K or a multiple of 128, and the zero points are integers. There, a
     GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
@@ -129,7 +129,7 @@ class AwqLinear:
             from cupy_awq.ops.quantized_linear import int8_preference
 
             self._prefers_int8 = int8_preference(self._operand, self._quantized, bias, activation)
-        # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
+        # Kernels for the fragment layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")

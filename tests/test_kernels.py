@@ -87,7 +87,7 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
 
 
 def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Device) -> np.ndarray:
-    """Return the weight of a problem in the repacked layout, written over bytes of ones."""
+    """Return the weight of a problem in the fragment layout, written over bytes of ones."""
     layout = FragmentLayout.of(problem)
     out = np.full(layout.nbytes, 255, np.uint8)
     tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}

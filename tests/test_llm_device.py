@@ -202,7 +202,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
 def pair(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Return one model on the CPU and on the GPU, with and without sizes that Hopper's repacked layout supports."""
+    """Return one model on the CPU and on the GPU, with and without sizes that Hopper's fragment layout supports."""
     options = {"config": {**QWEN3, "intermediate_size": 128}, "group": 32} if request.param == "repacked" else {}
     path = llm_models.folder(tmp_path_factory.mktemp("model"), **{"config": QWEN3, **options})
     return llm.load(path, device="cpu"), llm.load(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel on the repacked layout, compared with float64 formulas: on the simulator and on a GPU."""
+"""Every kernel on the fragment layout, compared with float64 formulas: on the simulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_reference import float64_weight
 
 
 def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
-    """Draw a problem with any group size, zeros, scales and epilogue that both families on the repacked layout take."""
+    """Draw a problem with any group size, zeros, scales and epilogue that both families on the fragment layout take."""
     group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 
 import cupy_awq
 from cupy_awq.kernels import select
+from cupy_awq.kernels.decoder.attention import Attention
+from cupy_awq.kernels.decoder.decoder import plan_attention
 from cupy_awq.kernels.gemm import gather_columns
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
+from cupy_awq.kernels.gemm.layouts import AwqLayout, FragmentLayout
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.registry import FAMILIES, FAMILIES_OF
 from cupy_awq.runtime import device
+from cupy_awq.runtime.device import Capability
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 from tests.tools import operator_table
 
@@ -266,6 +270,68 @@ def test_the_table_of_operators_names_existing_tests() -> None:
         source = (folder / file).read_text(encoding="utf-8")
         assert [name for name in names.split(", ") if f"def {name}(" not in source] == []
     assert operator_table.TESTS.keys() == FAMILIES_OF[Problem].keys()
+
+
+H100 = device.nominal(90)
+
+
+def test_a_gpu_without_tma_runs_the_kernels_of_the_generation_before() -> None:
+    """Without one capability, neither the kernels that need it nor the layout that only they read are used."""
+    made_up = replace(H100, name="H100 without TMA", without=(Capability.TMA,))
+    weight = 4096, 4096, 128, "float16", "packed"
+    assert select.weight_layouts(*weight, H100) == (AWQ, FRAGMENTS)
+    assert select.weight_layouts(*weight, made_up) == (AWQ,)
+    problem = Problem(64, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))
+    assert select.choose(problem, H100).name == "gemm_sm90"
+    assert select.choose(problem, made_up).name == "gemm_sm80"
+    assert select.candidates(problem, made_up)["gemm_sm90"] == "needs TMA, which H100 without TMA lacks"
+    assert made_up.target == "90a"
+
+
+def test_a_weight_is_stored_in_the_layouts_that_kernels_of_the_gpu_read() -> None:
+    forms = [(4096, 128, "packed"), (4096, 8, "packed"), (96, 32, "packed"), (4096, 128, "float")]
+    for k, group_size, zeros in forms:
+        form = k, 4096, group_size, "float16", zeros
+        for arch in device.NOMINAL:
+            reads = arch == 90 and FragmentLayout(*form).refusal() is None
+            expected = (AWQ, FRAGMENTS) if reads else (AWQ,)
+            assert select.weight_layouts(*form, device.nominal(arch)) == expected
+    assert FragmentLayout(4096, 4096, 128).pack(H100).kernel.source == "gemm/repack.cu"
+    assert AwqLayout(4096, 4096, 128).pack(H100) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "needs", "target"),
+    [(80, (), "80"), (90, (), "90a"), (100, (), "100"), (100, (Capability.TCGEN05,), "100a"), (120, (), "120")],
+)
+def test_the_compiler_target_follows_the_capabilities(arch: int, needs: tuple[Capability, ...], target: str) -> None:
+    gpu = device.nominal(arch)
+    assert gpu.has(*needs)
+    assert gpu.target_for(needs) == target
+    assert needs or gpu.target == target
+
+
+def test_a_lowered_path_has_the_capabilities_of_its_architecture() -> None:
+    assert replace(H100, arch=80).capabilities == device.nominal(80).capabilities
+    assert replace(H100, arch=80).target == "80"
+    assert not replace(H100, arch=80).is_native
+    assert H100.refusal([Capability.TCGEN05]) == "needs sm_100 to sm_119, not sm_90"
+
+
+def test_explain_covers_the_kernels_of_a_decoder() -> None:
+    """On a GPU with tensor cores both families can solve the problem, and the one with tensor cores is chosen."""
+    problem = Attention(64, 32, 32, 8, 128, 2048, 2048 * 1024, "float16")
+    for arch, kernel in ((90, "attention_sm80"), (75, "attention")):
+        text = select.explain(problem, device.nominal(arch))
+        assert _chosen(text) == kernel
+        assert len(re.findall(r"^(?:->|  ) attention(?:_sm80)? ", text, re.MULTILINE)) == 2
+    assert "needs sm_80 or newer, not sm_75" in text
+    candidate = select.candidates(problem, H100)["attention"][0]
+    names = [plan_attention(H100, *astuple(problem)).kernel.entry]
+    with select.forced(candidate):
+        names.append(plan_attention(H100, *astuple(problem)).kernel.entry)
+    names.append(plan_attention(H100, *astuple(problem)).kernel.entry)
+    assert names == ["attention_sm80", "attention", "attention_sm80"]
 
 
 def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

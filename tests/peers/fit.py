@@ -116,7 +116,7 @@ class Times:
             models = {name: model for name, model in MODELS.items() if record["family"] == model.family.NAME}
             if not models:
                 continue
-            problem, device = read_problem(record["problem"]), Device(**record["device"])
+            problem, device = read_problem(record["problem"]), Device(**{**record["device"], "without": ()})
             if not low <= problem.m <= high:
                 continue
             for name, model in models.items():
@@ -175,7 +175,7 @@ class Times:
 def read_problem(record: dict[str, Any]) -> Any:
     """Return the problem of a record of sweep.py."""
     kind = Problem if "group_size" in record else Int8Problem
-    known = {f.name for f in fields(kind)} - {"limits"}
+    known = {f.name for f in fields(kind)} - {"limits", "layouts"}
     return kind(**{name: value for name, value in record.items() if name in known})
 
 

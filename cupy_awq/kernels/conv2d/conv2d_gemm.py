@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``conv2d_gemm``: a 1x1 convolution of contiguous NHWC images as a GEMM, with the kernels of `gemm_sm90`.
 
-x is [pixels of all images, input channels], W is [input channels, output channels]. The weight has the repacked layout,
+x is [pixels of all images, input channels], W is [input channels, output channels]. The weight has the fragment layout,
 in which offsets may take the place of zero points.
 """
 

@@ -54,6 +54,8 @@ SPARE_BYTES = 1280
 
 A CTA of the GEMM can then start beside it, and copy its weight while x is quantized (PDL).
 """
+ABSENT = "absent"
+"""The name of a buffer that is always a null pointer, for values of x that a configuration does not read."""
 SYMMETRIC_ZERO = 8
 """The code of zero of a weight without offsets."""
 
@@ -266,11 +268,10 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
     """Return the launch plan.
 
     The buffers are weight, offsets, units (see `prepare_weight`), bias, y and xq; of x also x_row_scale (one scale per
-    row), x_scale (a scale per block), x_sums (float8) and x_half_sums (``offset_tiles``).
+    row), x_scale (a scale per block), x_sums (float8) and x_half_sums (``offset_tiles``), or ABSENT in their place.
     """
-    # x_offset is null, as the family takes no activations with offsets.
-    x_row_scale = "x_row_scale" if problem.row_scales or problem.fp8 else "x_offset"
-    x_values = ("x_sums" if problem.fp8 else "x_scale") if config.has_x_parameters(problem) else "x_offset"
+    x_row_scale = "x_row_scale" if problem.row_scales or problem.fp8 else ABSENT
+    x_values = ("x_sums" if problem.fp8 else "x_scale") if config.has_x_parameters(problem) else ABSENT
     defines = (
         *(item for item in problem.defines(weight_offset=False) if item[0] != "BITS"),
         ("SCALE", TYPES[problem.scale_dtype]),
@@ -324,10 +325,10 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers, in the layouts of ``cuda_src/int8/gemm_w4a8_sm90.cu``.
 
-    The buffers are "weight", "offsets" and "units"; only products of float8 use the last two.
+    The buffers are "weight", "offsets" and "units", of which only products of float8 use the last two, and ABSENT.
     """
     key = "w4a8 tiles", problem.scale_dtype
-    buffers = {"weight": weight.layout(key, lambda: _tiles(weight, problem.scale_dtype))}
+    buffers = {"weight": weight.layout(key, lambda: _tiles(weight, problem.scale_dtype)), ABSENT: None}
     if not problem.fp8:
         return buffers | {"offsets": None, "units": None}
     offsets = weight.layout(("w4a8 offsets",), lambda: _offset_tiles(weight))
