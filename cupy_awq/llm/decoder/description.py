@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description of a decoder: the one place that says what a layer consists of.
+
+Readers, both back ends, the quantizer, `tune` and `bench` interpret a `Decoder`; `cupy_awq.llm.families` makes one from
+the configuration of a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cupy_awq.llm.decoder.rope import Rope, is_positive
+
+LIMITS = {"layers": 1 << 10, "heads": 1 << 10, "head_dim": 1 << 10, "hidden": 1 << 17, "intermediate": 1 << 19}
+LIMITS |= {"kv_heads": 1 << 10, "vocab": 1 << 22, "context": 1 << 25}
+"""The largest accepted value of each size, far above that of any model: a larger value indicates a damaged file."""
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer y = x @ W + bias, W [k, n].
+
+    Attributes:
+        name: the Hugging Face name within its layer, such as "mlp.up_proj".
+        k, n: the number of in features and of out features.
+        bias: whether the layer has a bias; None if the files decide (GGUF).
+    """
+
+    name: str
+    k: int
+    n: int
+    bias: bool | None = False
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """An RMSNorm y = x / sqrt(mean(x^2) + eps) * weight.
+
+    Attributes:
+        name: the Hugging Face name within its layer, without ".weight", such as "input_layernorm".
+        size: the number of elements of the weight.
+        eps: the epsilon.
+    """
+
+    name: str
+    size: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention with grouped key-value heads: o(softmax(q k^T / sqrt(head_dim)) v).
+
+    Attributes:
+        heads, kv_heads: the number of query heads, and of key-value heads.
+        head_dim: the width of a head, in elements.
+        rope: the rotary position embedding of queries and keys.
+        q, k, v, o: the projections to queries, keys and values, and the output projection.
+        q_norm, k_norm: the RMSNorms of each head before RoPE, or None without them.
+
+    Raises:
+        ValueError: a size is out of range, or ``heads`` is not a multiple of ``kv_heads``.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    q: LinearSpec
+    k: LinearSpec
+    v: LinearSpec
+    o: LinearSpec
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads: expected a multiple of kv_heads={self.kv_heads}, got {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+
+    @property
+    def q_width(self) -> int:
+        """The total width of all query heads in elements, heads * head_dim."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """The total width of all key heads (and of all value heads) in elements, kv_heads * head_dim."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The gated MLP (SwiGLU) down(silu(gate(x)) * up(x)).
+
+    Attributes:
+        gate, up, down: the linear layers.
+    """
+
+    gate: LinearSpec
+    up: LinearSpec
+    down: LinearSpec
+
+    def __post_init__(self) -> None:
+        check_sizes(intermediate=self.down.k)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linear layers that share an input x, and the operation before them, which can absorb the scales of x's channels.
+
+    Attributes:
+        name: "qkv", "o", "gate_up" or "down".
+        linears: the linear layers.
+        source: the RMSNorm whose output is x; or the linear layer such that column i of x is proportional to its
+            column i (for the output projection, to column i of a head that several query heads share).
+    """
+
+    name: str
+    linears: tuple[LinearSpec, ...]
+    source: NormSpec | LinearSpec
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer: h = h + mixer(mixer_norm(h)), then h = h + feed_forward(feed_forward_norm(h)).
+
+    Attributes:
+        name: the prefix of the Hugging Face names of its tensors, such as "model.layers.0".
+        mixer: the block that mixes the tokens of a sequence.
+        feed_forward: the block that computes each token by itself.
+        mixer_norm, feed_forward_norm: the RMSNorm before each block.
+    """
+
+    name: str
+    mixer: Attention
+    feed_forward: Mlp
+    mixer_norm: NormSpec
+    feed_forward_norm: NormSpec
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The inputs of the linear layers, in the order of execution."""
+        attention, mlp = self.mixer, self.feed_forward
+        return (
+            Site("qkv", (attention.q, attention.k, attention.v), self.mixer_norm),
+            Site("o", (attention.o,), attention.v),
+            Site("gate_up", (mlp.gate, mlp.up), self.feed_forward_norm),
+            Site("down", (mlp.down,), mlp.up),
+        )
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The linear layers in the order of execution."""
+        return tuple(linear for site in self.sites for linear in site.linears)
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        """The RMSNorms: those before the blocks, then those of the heads."""
+        heads = (norm for norm in (self.mixer.q_norm, self.mixer.k_norm) if norm is not None)
+        return (self.mixer_norm, self.feed_forward_norm, *heads)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder: embedding table, layers, final RMSNorm and output head.
+
+    Attributes:
+        model_type: the model type of Hugging Face, such as "llama".
+        vocab: the number of tokens in the vocabulary.
+        hidden: the width of the residual stream, in elements.
+        context: the context length that the model was trained for, in tokens.
+        layers: the layers in the order of execution.
+        norm: the RMSNorm after the last layer.
+        embedding: the Hugging Face name of the embedding table [vocab, hidden], without ".weight".
+        head: the output head: hidden -> vocab.
+        tied: whether the output head shares its weight with the embedding table.
+        extra_layers: the number of layers that the files hold after the last one, for multi-token prediction; they are
+            not read.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    model_type: str
+    vocab: int
+    hidden: int
+    context: int
+    layers: tuple[LayerSpec, ...] = field(repr=False)
+    norm: NormSpec
+    embedding: str
+    head: LinearSpec
+    tied: bool = False
+    extra_layers: int = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(layers=len(self.layers), hidden=self.hidden, vocab=self.vocab, context=self.context)
+        for norm in (self.norm, *(norm for layer in self.layers for norm in layer.norms)):
+            if not is_positive(norm.eps):
+                raise ValueError(f"eps: expected a positive number, got {norm.eps!r:.80}")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless each size is an integer from 1 to its value in `LIMITS`."""
+    for name, value in sizes.items():
+        if type(value) is not int or not 0 < value <= LIMITS[name]:
+            raise ValueError(f"{name}: expected an integer in 1..{LIMITS[name]}, got {value!r:.80}")

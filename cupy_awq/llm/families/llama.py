@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama 2 and 3, SmolLM2, and the models that share their architecture.
+
+`describe` also serves families that differ in biases and in RMSNorms of heads alone (`qwen2`, `qwen3`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cupy_awq.llm.decoder.description import (
+    Attention,
+    Decoder,
+    LayerSpec,
+    Mlp,
+    NormSpec,
+    check_sizes,
+)
+from cupy_awq.llm.families.table import Table
+
+MODEL_TYPE = "llama"
+CLASS = "LlamaForCausalLM"
+GGUF_KEYS: Mapping[str, str] = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+
+
+def describe(table: Table) -> Decoder:
+    """Return the description of a Llama model. Raises ValueError for an unsupported configuration."""
+    has_biases = table.flag("attention_bias")
+    return describe_like(table, MODEL_TYPE, qkv_bias=has_biases, o_bias=has_biases)
+
+
+def describe_like(
+    table: Table,
+    model_type: str,
+    *,
+    qkv_bias: bool,
+    o_bias: bool,
+    head_norms: bool = False,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> Decoder:
+    """Return the description of a model that differs from Llama only in the arguments.
+
+    Args:
+        table: the configuration.
+        model_type: the model type.
+        qkv_bias, o_bias: whether the projections to q, k and v, and the output projection, have biases.
+        head_norms: whether an RMSNorm is applied to each head of q and k before RoPE.
+        kv_heads, head_dim: the values for a configuration without them, if not the number of heads and the hidden size
+            divided by it.
+
+    Raises:
+        ValueError: a value is missing, invalid or not supported.
+    """
+    table.require(hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
+    kinds = table.values.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ValueError(f"layer_types: expected 'full_attention' for every layer, got {kinds!r:.80}")
+    tied = table.flag("tie_word_embeddings")
+    heads, hidden = table.integer("num_attention_heads"), table.integer("hidden_size")
+    values = {"num_key_value_heads": kv_heads, "head_dim": head_dim, **table.values}
+    kv_heads, head_dim = values["num_key_value_heads"], values["head_dim"]
+    kv_heads = heads if kv_heads is None else kv_heads
+    head_dim = hidden // heads if head_dim is None else head_dim
+    intermediate, count = table.integer("intermediate_size"), table.integer("num_hidden_layers")
+    vocab, context = table.integer("vocab_size"), table.integer("max_position_embeddings")
+    check_sizes(layers=count, heads=heads, head_dim=head_dim, hidden=hidden, intermediate=intermediate)
+    check_sizes(kv_heads=kv_heads, vocab=vocab, context=context)
+    eps = table.values.get("rms_norm_eps", 1e-6)
+    wide, narrow = heads * head_dim, kv_heads * head_dim
+    attention = Attention(
+        heads,
+        kv_heads,
+        head_dim,
+        table.rope(head_dim, context),
+        q=table.linear("self_attn.q_proj", hidden, wide, qkv_bias),
+        k=table.linear("self_attn.k_proj", hidden, narrow, qkv_bias),
+        v=table.linear("self_attn.v_proj", hidden, narrow, qkv_bias),
+        o=table.linear("self_attn.o_proj", wide, hidden, o_bias),
+        q_norm=NormSpec("self_attn.q_norm", head_dim, eps) if head_norms else None,
+        k_norm=NormSpec("self_attn.k_norm", head_dim, eps) if head_norms else None,
+    )
+    mlp = Mlp(
+        gate=table.linear("mlp.gate_proj", hidden, intermediate),
+        up=table.linear("mlp.up_proj", hidden, intermediate),
+        down=table.linear("mlp.down_proj", intermediate, hidden),
+    )
+    norms = NormSpec("input_layernorm", hidden, eps), NormSpec("post_attention_layernorm", hidden, eps)
+    return Decoder(
+        model_type,
+        vocab,
+        hidden,
+        context,
+        tuple(LayerSpec(f"model.layers.{i}", attention, mlp, *norms) for i in range(count)),
+        NormSpec("model.norm", hidden, eps),
+        "model.embed_tokens",
+        table.linear("lm_head", hidden, vocab),
+        tied,
+        table.integer("num_nextn_predict_layers", 0),
+    )
+
+
+def settings(decoder: Decoder) -> dict[str, Any]:
+    """Return the configuration, under Hugging Face's names, from which `describe` makes a decoder.
+
+    It does not say which projections have biases, and it has no divisors of RoPE frequencies.
+    """
+    layer = decoder.layers[0]
+    attention, mlp = layer.mixer, layer.feed_forward
+    return {
+        "model_type": decoder.model_type,
+        "hidden_size": decoder.hidden,
+        "intermediate_size": mlp.down.k,
+        "num_hidden_layers": len(decoder.layers),
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": decoder.vocab,
+        "max_position_embeddings": decoder.context,
+        "rms_norm_eps": decoder.norm.eps,
+        "rope_theta": attention.rope.theta,
+        "rope_scaling": dict(attention.rope.scaling) or None,
+        "tie_word_embeddings": decoder.tied,
+        "hidden_act": "silu",
+    }
