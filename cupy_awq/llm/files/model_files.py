@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cupy_awq import reference
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder.description import Decoder, LinearSpec, NormSpec
 
 if TYPE_CHECKING:
     from cupy_awq.llm.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class ModelFiles:
 
     Attributes:
         path: the path of the file or folder, for error messages.
-        config: the configuration of the model.
+        config: the description of the model.
         tensors: by Hugging Face name, a function that reads a quantized layer (``model.layers.0.mlp.up_proj``) or a
             plain tensor (``model.norm.weight``).
         load_tokenizer: a function that returns the tokenizer. It raises CheckpointError if the files have none.
@@ -78,7 +78,7 @@ class ModelFiles:
     """
 
     path: Path
-    config: ModelConfig
+    config: Decoder
     tensors: Mapping[str, Callable[[], Module | Array]]
     load_tokenizer: Callable[[], Tokenizer]
     stop_ids: tuple[int, ...] = ()
@@ -105,31 +105,40 @@ class ModelFiles:
             self._check_finite(value, name)
         return value
 
-    def read_linear(self, name: str, k: int, n: int) -> Module | DenseLinear:
-        """Read the linear layer ``name``, quantized or dense, with ``k`` in features and ``n`` out features.
+    def read_norm(self, norm: NormSpec, layer: str = "") -> Array:
+        """Read the weight of an RMSNorm of the layer whose names have the prefix ``layer``, "" outside of the layers.
+
+        Raises the same errors as `read_tensor`.
+        """
+        return self.read_tensor(f"{_full_name(norm, layer)}.weight", (norm.size,))
+
+    def read_linear(self, linear: LinearSpec, layer: str = "") -> Module | DenseLinear:
+        """Read a linear layer, quantized or dense; ``layer`` is the argument of `read_norm`.
 
         Raises the same errors as `read_tensor`, and CheckpointError for an unexpected bias.
         """
+        name, k, n = _full_name(linear, layer), linear.k, linear.n
         if name not in self.tensors:
             file_bias = f"{name}.bias"
             bias = self.read_tensor(file_bias, (n,)) if file_bias in self.tensors else None
-            self._check_bias(bias, name)
+            self._check_bias(bias, name, linear.bias)
             return DenseLinear(self.read_tensor(f"{name}.weight", (n, k)), bias)
-        layer = self._read(name)
-        if not isinstance(layer, Module) or layer.weight.shape != (k, n):
-            found = layer.weight.shape if isinstance(layer, Module) else layer.shape
+        stored = self._read(name)
+        if not isinstance(stored, Module) or stored.weight.shape != (k, n):
+            found = stored.weight.shape if isinstance(stored, Module) else stored.shape
             raise CheckpointError(f"{self.path}: {name}: expected a weight [K, N] = {[k, n]}, got {list(found)}")
-        for part in (layer.weight.scales, layer.weight.qzeros, layer.bias):
+        for part in (stored.weight.scales, stored.weight.qzeros, stored.bias):
             if part is not None and part.dtype != np.int32:
                 self._check_finite(part, name)
-        self._check_bias(layer.bias, name)
-        return layer
+        self._check_bias(stored.bias, name, linear.bias)
+        return stored
 
-    def read_int8_linear(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read the linear layer ``name`` with 8-bit codes; return None if the files do not have it in `int8_weights`.
+    def read_int8_linear(self, linear: LinearSpec, layer: str = "") -> Int8Linear | None:
+        """Read a linear layer with 8-bit codes; return None if the files do not have it in `int8_weights`.
 
-        Raises the same errors as `read_linear`.
+        ``layer`` is the argument of `read_norm`. Raises the same errors as `read_linear`.
         """
+        name, k, n = _full_name(linear, layer), linear.k, linear.n
         if name not in self.int8_weights:
             return None
         weight = self.int8_weights[name]()
@@ -138,7 +147,7 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}.weight: expected shape {(n, k)}, got {found}")
         file_bias = f"{name}.bias"
         bias = self.read_tensor(file_bias, (n,)) if file_bias in self.tensors else None
-        self._check_bias(bias, name)
+        self._check_bias(bias, name, linear.bias)
         return Int8Linear(weight, bias)
 
     def _read(self, name: str) -> Module | Array:
@@ -147,13 +156,11 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}: expected a tensor of this name, got none")
         return read()
 
-    def _check_bias(self, bias: Array | None, name: str) -> None:
+    def _check_bias(self, bias: Array | None, name: str, expected: bool | None) -> None:
         """Raise CheckpointError if an expected bias is missing, or an unexpected one is not 0 (GPTQ stores zeros)."""
-        biases = self.config.biases
-        expected = biases is not None and name.rpartition(".")[2] in biases
         if expected and bias is None:
             raise CheckpointError(f"{self.path}: {name}: expected a bias as in the configuration, got none")
-        if biases is not None and not expected and bias is not None and bias.any():
+        if expected is False and bias is not None and bias.any():
             raise CheckpointError(f"{self.path}: {name}: expected no bias as in the configuration, got one")
 
     def _check_finite(self, values: Array, name: str) -> None:
@@ -162,6 +169,10 @@ class ModelFiles:
             largest = float(abs(values).max()) if values.size else 0.0
         if not np.isfinite(largest):
             raise CheckpointError(f"{self.path}: {name}: expected finite values, got NaN or infinity")
+
+
+def _full_name(part: LinearSpec | NormSpec, layer: str) -> str:
+    return f"{layer}.{part.name}" if layer else part.name
 
 
 def _dequantized(layer: Module | Array) -> Module | Array:
