@@ -6,7 +6,7 @@ This subpackage needs the extra ``llm`` (packages tokenizers, jinja2 and gguf).
 
 from cupy_awq.llm.calibrate.model_quantizer import quantize
 from cupy_awq.llm.calibrate.quantization_report import Report
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.files.readers import load, read
@@ -16,8 +16,8 @@ __all__ = [
     "Chat",
     "Completion",
     "ContextFullError",
+    "Decoder",
     "LanguageModel",
-    "ModelConfig",
     "ModelFiles",
     "Report",
     "Sampling",

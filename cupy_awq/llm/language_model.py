@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.text.chat_template import Message, check_messages
 from cupy_awq.llm.text.tokenizer import Detokenizer, Tokenizer, check_text
 from cupy_awq.runtime import placement
@@ -105,7 +105,7 @@ class LanguageModel:
         stats: the token counts and times of the last `generate` or `Chat.say` call.
     """
 
-    def __init__(self, config: ModelConfig, model: Model, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+    def __init__(self, config: Decoder, model: Model, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.stats = Stats()
@@ -259,7 +259,7 @@ class LanguageModel:
 
     def _pieces(
         self,
-        cache: KvCache,
+        cache: Cache,
         ids: Sequence[Sequence[int]],
         limit: int,
         sampling: Sampling,

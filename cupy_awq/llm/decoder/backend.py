@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the decoder's back ends, `DecoderOps`, which `Model` calls.
+"""The interface of the decoder's back ends: `DecoderOps`, which `build_model` and `Model` call.
 
 In shapes, B is the number of sequences in the batch, S the number of new tokens per sequence and V the vocabulary size.
 """
@@ -7,63 +7,29 @@ In shapes, B is the number of sequences in the batch, S the number of new tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.forward import ColumnOrder, Operation, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.files.model_files import Linear
 
-Projection = Callable[[Array], Array]
-"""A linear layer, or several concatenated ones that share x: a function from x [B, S, K] to y [B, S, N]."""
+Forward = Callable[[Array, Cache], Array]
+"""The forward pass: a function from new tokens [B, S] and a cache to x [B, S, hidden], after the last operation.
 
-
-class ColumnOrder(NamedTuple):
-    """A permutation of columns on a device: column i of the result is column order[i] of the operand."""
-
-    order: Array
-    """The permutation, int32 [K]."""
-    positions: Array
-    """The inverse of the permutation, int32 [K]: column i of the operand is column positions[i] of the result."""
-
+It appends to the states of the cache; the caller then adds S to `Cache.lengths`.
+"""
 
 StepLogits = Callable[[Array], Array]
 """The forward pass of a decode step: a function from integer tokens [B] to float32 logits [B, V]."""
 
 
-@dataclass(frozen=True)
-class ResidualStream:
-    """The residual stream of the decoder, h + delta, float32 [B, S, hidden].
-
-    The fields are private to the back end that created the stream. To fuse operations, a back end may defer the sum
-    h + delta or the RMSNorm of h to the next operation.
-
-    Attributes:
-        h: float32 [B, S, hidden]. Operations may overwrite the array, so only the newest stream is valid.
-        delta: the output of the last projection, [B, S, hidden] in the dtype of activations, if it has not been added
-            to h yet; else None.
-        inverse_rms: float32 [B * S], 1 / RMS of each row of h at the last RMSNorm; None before the first RMSNorm.
-        unnormalized_x: h times the weight of the next RMSNorm, [B, S, hidden] in the dtype of activations. The GEMM
-            with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
-        square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
-            computes the RMS; None without ``unnormalized_x``.
-        x_order: the activation order in which ``unnormalized_x`` has its columns, int32 [hidden], or None.
-    """
-
-    h: Array
-    delta: Array | None = None
-    inverse_rms: Array | None = None
-    unnormalized_x: Array | None = None
-    square_sums: Array | None = None
-    x_order: Array | None = None
-
-
 class DecodeLoop(Protocol):
-    """The autoregressive loop: each step generates the next token of every sequence of a KV cache."""
+    """The autoregressive loop: each step generates the next token of every sequence of a cache."""
 
     def start(self, sequence: int, logits: Array) -> int:
         """Choose and return the first new token of ``sequence``, given the logits [V] of its last prompt token."""
@@ -77,12 +43,12 @@ class DecodeLoop(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for all work that uses the KV cache."""
+        """Wait for all work that uses the cache."""
         ...
 
 
 class DecoderOps(Protocol):
-    """The operations of a back end, for one model configuration on one device."""
+    """The operations of a back end, for one decoder on one device."""
 
     device_index: int
     """The device ordinal, or `check.HOST`."""
@@ -121,61 +87,19 @@ class DecoderOps(Protocol):
         """Return the projection from hidden states [.., hidden] to float32 logits [.., V]."""
         ...
 
-    def make_cache(self, sequences: int, capacity: int) -> KvCache:
-        """Allocate a KV cache of ``sequences`` x ``capacity`` tokens. Raises ValueError if memory is insufficient."""
+    def make_forward(self, table: Array, operations: Sequence[Operation]) -> Forward:
+        """Return the forward pass: h = the rows of the embedding table [V, hidden] for the tokens, then ``operations``.
+
+        The last operation is the final `Norm`, whose x is the result.
+        """
         ...
 
-    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+    def make_cache(self, sequences: int, capacity: int) -> Cache:
+        """Allocate a cache of ``sequences`` x ``capacity`` tokens. Raises ValueError if memory is insufficient."""
+        ...
+
+    def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         """Return a decode loop over ``cache``. Call `start` once per sequence, `step` for each token, then `close`."""
-        ...
-
-    def embed(self, table: Array, tokens: Array) -> ResidualStream:
-        """Return a new residual stream: the rows of the embedding table [V, hidden] for tokens [B, S]."""
-        ...
-
-    def norm_and_project(
-        self, stream: ResidualStream, norm_weight: Array, projection: Projection
-    ) -> tuple[ResidualStream, Array]:
-        """Return the stream and y = projection(RMSNorm(stream) * norm_weight), [B, S, N]."""
-        ...
-
-    def project_and_add(
-        self,
-        stream: ResidualStream,
-        x: Array,
-        projection: Projection,
-        next_norm_weight: Array | None,
-        next_projection: Projection | None,
-    ) -> ResidualStream:
-        """Return the stream plus projection(x).
-
-        ``next_norm_weight`` and ``next_projection`` are arguments of the next `norm_and_project`, so that the back end
-        can fuse both operations; None if another operation is next.
-        """
-        ...
-
-    def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
-        """Return RMSNorm(stream) * norm_weight [B, S, hidden]."""
-        ...
-
-    def attend(
-        self,
-        qkv: Array,
-        q_norm: Array | None,
-        k_norm: Array | None,
-        cache: KvCache,
-        layer: int,
-        order: ColumnOrder | None,
-    ) -> Array:
-        """Append the new tokens to one layer of the cache and return their causal attention [B, S, q_width].
-
-        Args:
-            qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized, if ``q_norm`` and
-                ``k_norm`` are given, and rotated by RoPE; k and v are appended to the cache of their sequence.
-            q_norm, k_norm: float32 [head_dim], the RMSNorm weights of every head, or None.
-            cache, layer: the cache, and the index of its layer.
-            order: the permutation of the columns of the result, or None.
-        """
         ...
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:

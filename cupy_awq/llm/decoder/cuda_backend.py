@@ -6,7 +6,9 @@ Intermediate arrays are allocated from CuPy's memory pool, so any batch and chun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +23,13 @@ from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.decoder import kv_cache, upload
-from cupy_awq.llm.decoder.backend import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.decoder import states, upload
+from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.description import Decoder
+from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
@@ -49,11 +52,61 @@ MAX_PREFETCH_ROWS = 8
 """The largest number of sequences in a decode step with this prefetch; with 16 it gains nothing on an H100."""
 
 
+@dataclass(frozen=True)
+class ResidualStream:
+    """The residual stream h + delta, float32 [B, S, hidden], whose sum or RMSNorm may be left to the next operation.
+
+    Attributes:
+        h: float32 [B, S, hidden]. Operations may overwrite the array, so only the newest stream is valid.
+        delta: the output of the last projection, [B, S, hidden] in the dtype of activations, if it has not been added
+            to h yet; else None.
+        inverse_rms: float32 [B * S], 1 / RMS of each row of h at the last RMSNorm; None before the first RMSNorm.
+        unnormalized_x: h times the weight of the next RMSNorm, [B, S, hidden] in the dtype of activations. The GEMM
+            with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
+        square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
+            computes the RMS; None without ``unnormalized_x``.
+        x_order: the activation order in which ``unnormalized_x`` has its columns, int32 [hidden], or None.
+    """
+
+    h: Array
+    delta: Array | None = None
+    inverse_rms: Array | None = None
+    unnormalized_x: Array | None = None
+    square_sums: Array | None = None
+    x_order: Array | None = None
+
+
+@dataclass(frozen=True)
+class NormAndProject:
+    """A `Norm` and the `Project` after it, which one GEMM may compute.
+
+    Attributes:
+        norm, projection: the operations.
+        order: the activation order in which the projection takes the columns of x, int32 [hidden], or None.
+        positions: the inverse of ``order``, if the preceding GEMM can write x in this order; else None.
+        prefetched: the array and the part of the projection's weight that a preceding GEMM may prefetch.
+    """
+
+    norm: Norm
+    projection: Projection
+    order: Array | None = None
+    positions: Array | None = None
+    prefetched: tuple[Array | None, NextWeight] = (None, NO_PREFETCH)
+
+
+@dataclass(frozen=True)
+class AddAndNorm:
+    """An `Add` with the `NormAndProject` after it, the first part of which the same GEMM may compute."""
+
+    projection: Projection
+    next: NormAndProject | None
+
+
 class CudaOps(DecoderOps):
     """The implementation of `DecoderOps` on one GPU. It is not thread-safe.
 
     Args:
-        config: the configuration of the model.
+        config: the description of the decoder.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
         batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs are not fused with the residual add and
@@ -68,10 +121,11 @@ class CudaOps(DecoderOps):
     prefill_chunk = 2048
 
     def __init__(
-        self, config: ModelConfig, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
+        self, config: Decoder, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
     ) -> None:
-        if config.head_dim % 8 or config.head_dim > 256:
-            raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {config.head_dim}")
+        for head_dim in {layer.mixer.head_dim for layer in config.layers}:
+            if head_dim % 8 or head_dim > 256:
+                raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {head_dim}")
         if config.hidden % 8:
             raise ValueError(f"hidden: expected a multiple of 8 on a GPU, got {config.hidden}")
         self.config, self.device_index, self.dtype = config, device_index, dtype
@@ -79,7 +133,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
-        self._positions: dict[Projection | None, Array] = {}  # the inverse activation order, by layer
+        self._positions: dict[Projection, Array] = {}  # the inverse activation order, by layer
         self._attention_counters = workspace.allocate_zeros(4 * MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
@@ -150,103 +204,144 @@ class CudaOps(DecoderOps):
         linear = upload.awq_linear(upload.to_gpu(part), self._batch_invariant)
         return lambda x: linear(x).astype(np.float32, copy=False)
 
-    def make_cache(self, sequences: int, capacity: int) -> KvCache:
+    def make_cache(self, sequences: int, capacity: int) -> Cache:
         import cupy
 
-        if sequences * self.config.heads > MAX_COUNTERS:
-            most = MAX_COUNTERS // self.config.heads
+        most = MAX_COUNTERS // max(layer.mixer.heads for layer in self.config.layers)
+        if sequences > most:
             raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
         free_bytes, _ = cupy.cuda.runtime.memGetInfo()
         free_bytes += cupy.get_default_memory_pool().free_bytes() - RESERVED_BYTES
-        return kv_cache.allocate(self.config, sequences, capacity, self.dtype, cupy, max(free_bytes, 0))
+        return states.allocate(self.config.layers, sequences, capacity, self.dtype, cupy, max(free_bytes, 0))
 
-    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+    def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         return CudaDecodeLoop(self, step_logits, cache, sampling)
 
+    def make_forward(self, table: Array, operations: Sequence[Operation]) -> Forward:
+        fused = self.fuse(operations)
+
+        def forward(tokens: Array, cache: Cache) -> Array:
+            stream = self.embed(table, tokens)
+            x: Array = None
+            for operation in fused:
+                if isinstance(operation, NormAndProject):
+                    stream, x = self.norm_and_project(stream, operation)
+                elif isinstance(operation, Attend):
+                    x = self.attend(operation, x, cache)
+                elif isinstance(operation, AddAndNorm):
+                    stream = self.add_and_norm(stream, x, operation)
+                elif isinstance(operation, Norm):
+                    stream, x = self.rms_norm(stream, operation)
+                else:
+                    x = operation.projection(x)
+            return x
+
+        return forward
+
+    def fuse(self, operations: Sequence[Operation]) -> list[NormAndProject | Attend | AddAndNorm | Norm | Project]:
+        """Rewrite operations so that GEMMs can include the RMSNorm before them and the addition after them.
+
+        What a GEMM includes in the end also depends on the number of rows; see `norm_and_project` and `add_and_norm`.
+        """
+        fused: list[NormAndProject | Attend | AddAndNorm | Norm | Project] = []
+        following: NormAndProject | None = None
+        for operation, after in reversed([*itertools.zip_longest(operations, operations[1:])]):
+            if isinstance(operation, Norm) and isinstance(after, Project):
+                fused[-1] = following = self._join(operation, after.projection)
+            elif isinstance(operation, Add):
+                fused.append(AddAndNorm(operation.projection, following if fused and fused[-1] is following else None))
+            else:
+                fused.append(operation)
+        return fused[::-1]
+
+    def _join(self, norm: Norm, projection: Projection) -> NormAndProject:
+        if not isinstance(projection, AwqLinear):
+            return NormAndProject(norm, projection)
+        positions, prefetched = self._positions.get(projection), projection.plan_prefetch(PREFETCHED_BY_OUTPUT)
+        return NormAndProject(norm, projection, projection.order, positions, prefetched)
+
     def embed(self, table: Array, tokens: Array) -> ResidualStream:
+        """Return a new residual stream: the rows of the embedding table [V, hidden] for tokens [B, S]."""
         vocab, width = table.shape
         h = self._empty((*tokens.shape, width), np.float32)
         plan = kernels.plan_embed(self.device, tokens.size, vocab, width, self.dtype.name)
         self.run(plan, tokens=tokens, table=table, h=h)
         return ResidualStream(h)
 
-    def norm_and_project(
-        self, stream: ResidualStream, norm_weight: Array, projection: Projection
-    ) -> tuple[ResidualStream, Array]:
-        """See `DecoderOps`. If `project_and_add` deferred the division by the RMS, the GEMM includes it."""
-        if stream.unnormalized_x is not None and _order(projection) is stream.x_order:
+    def norm_and_project(self, stream: ResidualStream, fused: NormAndProject) -> tuple[ResidualStream, Array]:
+        """Execute a `NormAndProject`. If `add_and_norm` left the division by the RMS, the GEMM includes it."""
+        norm, projection = fused.norm, fused.projection
+        if stream.unnormalized_x is not None and fused.order is stream.x_order:
             m = stream.unnormalized_x.size // self.config.hidden
-            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", self.config.eps))
+            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", norm.eps))
             if plan is not None:
                 inverse_rms = self._empty((m,), np.float32)
                 read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
                 written = {"inverse_rms": inverse_rms}
                 y = self._run_fused(plan, stream.unnormalized_x, h=None, norm_weight=None, **read, **written)
                 return ResidualStream(stream.h, inverse_rms=inverse_rms), y
-        x, inverse_rms = self._rms_norm(stream, norm_weight)
-        return ResidualStream(stream.h, inverse_rms=inverse_rms), projection(x)
+        stream, x = self.rms_norm(stream, norm)
+        return stream, projection(x)
 
-    def project_and_add(
-        self,
-        stream: ResidualStream,
-        x: Array,
-        projection: Projection,
-        next_norm_weight: Array | None,
-        next_projection: Projection | None,
-    ) -> ResidualStream:
-        """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
+    def add_and_norm(self, stream: ResidualStream, x: Array, fused: AddAndNorm) -> ResidualStream:
+        """Execute an `Add`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
 
-        The product's columns are written in the activation order of ``next_projection``.
+        The product's columns are written in the activation order of the next projection.
         """
+        projection, following = fused.projection, fused.next
         *rows, width = stream.h.shape
-        positions = self._positions.get(next_projection)
         m = x.size // x.shape[-1]
-        next_weight, part = _plan_prefetch(next_projection, m)
+        if following is None or _order(projection) is not None:  # A fused GEMM does not permute x.
+            return ResidualStream(stream.h, delta=projection(x))
+        next_weight, part = following.prefetched if m <= MAX_PREFETCH_ROWS else (None, NO_PREFETCH)
+        positions = following.positions
         fusion = Fusion("add_to_stream", orders_y=positions is not None, next_weight=part)
-        # A fused GEMM does not permute x.
-        plan = None if _order(projection) is not None else self._plan_fused(projection, m, fusion)
-        if plan is None or next_norm_weight is None:
+        plan = self._plan_fused(projection, m, fusion)
+        if plan is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
-        read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
+        read = {"norm_weight": following.norm.weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
         read["next_weight"] = next_weight
         if positions is not None:
             read["positions"] = positions
         y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
-        x_order = None if positions is None else _order(next_projection)
+        x_order = None if positions is None else following.order
         return ResidualStream(stream.h, None, stream.inverse_rms, y, square_sums, x_order)
 
-    def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
-        return self._rms_norm(stream, norm_weight)[0]
+    def rms_norm(self, stream: ResidualStream, norm: Norm) -> tuple[ResidualStream, Array]:
+        """Execute a `Norm`, and add the stream's delta to h in place."""
+        h, delta = stream.h, stream.delta
+        width = h.shape[-1]
+        m = h.size // width
+        x, inverse_rms = self._empty(h.shape), self._empty((m,), np.float32)
+        has_delta = delta is not None
+        plan = kernels.plan_rms_norm(self.device, m, width, self.dtype.name, norm.eps, delta=has_delta)
+        self.run(plan, h=h, delta=delta, weight=norm.weight, x=x, inverse_rms=inverse_rms)
+        return ResidualStream(h, inverse_rms=inverse_rms), x
 
-    def attend(
-        self,
-        qkv: Array,
-        q_norm: Array | None,
-        k_norm: Array | None,
-        cache: KvCache,
-        layer: int,
-        order: ColumnOrder | None,
-    ) -> Array:
-        """See `DecoderOps`. A decode step (S = 1) launches one kernel, a prompt two."""
-        config, dtype = self.config, self.dtype.name
+    def attend(self, attend: Attend, qkv: Array, cache: Cache) -> Array:
+        """Execute an `Attend`. A decode step (S = 1) launches one kernel, a prompt two."""
+        spec, state, dtype = attend.spec, cache.layers[attend.layer], self.dtype.name
         b, s, _ = qkv.shape
-        has_norm = q_norm is not None
-        sequence_stride = config.kv_width * cache.capacity
-        sizes = config.heads, config.kv_heads, config.head_dim, cache.capacity, sequence_stride
-        out = self._empty((b, s, config.q_width))
-        cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
-        new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
+        q_norm, k_norm, order = attend.q_norm, attend.k_norm, attend.order
+        has_norm, eps = q_norm is not None, 0.0 if q_norm is None else q_norm.eps
+        sequence_stride = spec.kv_width * cache.capacity
+        sizes = spec.heads, spec.kv_heads, spec.head_dim, cache.capacity, sequence_stride
+        out = self._empty((b, s, spec.q_width))
+        cos, sin = cache.rotations[spec.rope]
+        cached = {"lengths": cache.lengths, "k": state.k, "v": state.v}
+        norms = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+        new = {"qkv": qkv, **dict(zip(("q_norm", "k_norm"), norms, strict=True)), "cos": cos, "sin": sin}
         if s == 1 and not self._batch_invariant:
             options = {"norm": has_norm, "orders_out": order is not None}
-            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, **options)
-            partials, _ = attention_workspace(plan, config.head_dim)
+            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, eps, **options)
+            partials, _ = attention_workspace(plan, spec.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
             positions = None if order is None else order.positions
             self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
             return out
-        q = self._empty((b, s, config.q_width))
-        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, config.eps, norm=has_norm)
+        q = self._empty((b, s, spec.q_width))
+        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, eps, norm=has_norm)
         self.run(plan, **cached, **new, q=q)
         self.run(kernels.plan_attention(self.device, b * s, s, *sizes, dtype), **cached, q=q, out=out)
         return out if order is None else gather_columns(out, order.order)
@@ -270,17 +365,6 @@ class CudaOps(DecoderOps):
         y = self._empty((*x.shape[:-1], plan.out_features))
         self.run(plan.launch, **plan.arrays, **buffers, x=x, y=y)
         return y
-
-    def _rms_norm(self, stream: ResidualStream, norm_weight: Array) -> tuple[Array, Array]:
-        """Add delta to h in place; return RMSNorm(h) * norm_weight [B, S, hidden] and 1 / RMS of each row [B * S]."""
-        h, delta = stream.h, stream.delta
-        width = h.shape[-1]
-        m = h.size // width
-        x, inverse_rms = self._empty(h.shape), self._empty((m,), np.float32)
-        has_delta = delta is not None
-        plan = kernels.plan_rms_norm(self.device, m, width, self.dtype.name, self.config.eps, delta=has_delta)
-        self.run(plan, h=h, delta=delta, weight=norm_weight, x=x, inverse_rms=inverse_rms)
-        return x, inverse_rms
 
     def _empty(self, shape: tuple[int, ...], dtype: Any = None) -> cupy.ndarray:
         import cupy
@@ -338,13 +422,6 @@ class CudaOps(DecoderOps):
         y = self._empty((*x.shape[:-1], width))
         self.run(kernels.plan_swiglu(self.device, y.size // width, width, self.dtype.name), x=x, y=y)
         return y
-
-
-def _plan_prefetch(projection: Projection | None, m: int) -> tuple[Array | None, NextWeight]:
-    """Return the array and the part of the next projection that a GEMM of a step of m sequences prefetches."""
-    if m > MAX_PREFETCH_ROWS or not isinstance(projection, AwqLinear):
-        return None, NO_PREFETCH
-    return projection.plan_prefetch(PREFETCHED_BY_OUTPUT)
 
 
 def _order(projection: Projection | None) -> Array | None:

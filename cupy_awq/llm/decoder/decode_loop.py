@@ -11,10 +11,10 @@ import numpy.typing as npt
 from cupy_awq.check import Array
 from cupy_awq.kernels.decoder import decoder as kernels
 from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS
-from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, StepLogits
-from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.graph import capture
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class LaunchingOps(DecoderOps, Protocol):
     """The operations of a back end that launches kernels on a GPU."""
 
-    config: ModelConfig
-    """The configuration of the model."""
+    config: Decoder
+    """The description of the decoder."""
     device: Device
     """The properties of the GPU."""
 
@@ -47,13 +47,13 @@ class CudaDecodeLoop(DecodeLoop):
     The first step runs eagerly, which loads every kernel; the second step is captured into a CUDA graph, and each later
     step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding step,
     so the GPU never waits for the host. The last launch is therefore speculative: it appends to the KV cache after the
-    tokens that `KvCache.tokens` records, and `close` waits for it.
+    tokens that `Cache.tokens` records, and `close` waits for it.
 
     The kernel ``sample_token`` also writes the new tokens to pinned host memory, so consecutive graph launches are
     separated only by an event. Arrays allocated during capture are kept as long as the loop.
     """
 
-    def __init__(self, ops: LaunchingOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
+    def __init__(self, ops: LaunchingOps, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> None:
         import cupy
 
         self._stream, self._pool = ops.decode_stream

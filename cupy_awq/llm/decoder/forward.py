@@ -7,7 +7,7 @@ In shapes, B is the number of sequences in the batch and S the number of new tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

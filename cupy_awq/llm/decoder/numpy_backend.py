@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ from cupy_awq import reference
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.decoder import kv_cache
-from cupy_awq.llm.decoder.backend import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
-from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder import states
+from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder.description import Decoder
+from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
+from cupy_awq.llm.decoder.states import Cache, KvState
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 
 Array = npt.NDArray[Any]
@@ -32,7 +33,7 @@ class NumpyOps(DecoderOps):
     """The implementation of `DecoderOps` on the CPU.
 
     Args:
-        config: the configuration of the model.
+        config: the description of the decoder.
         expand_weights: True to keep all weights in float32, which is faster; False to convert the weights block by
             block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
         xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
@@ -47,7 +48,7 @@ class NumpyOps(DecoderOps):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Decoder,
         *,
         expand_weights: bool | None = None,
         xp: Any = np,
@@ -56,8 +57,8 @@ class NumpyOps(DecoderOps):
         self.config, self.xp = config, xp
         self._batch_invariant = batch_invariant
         self._multiply = reference.multiply_rows if batch_invariant else xp.matmul
-        per_layer = config.hidden * (2 * config.q_width + 2 * config.kv_width + 3 * config.intermediate)
-        float32_bytes = 4 * (config.layers * per_layer + config.vocab * config.hidden)
+        weights = sum(linear.k * linear.n for layer in config.layers for linear in layer.linears)
+        float32_bytes = 4 * (weights + config.vocab * config.hidden)
         self._expands = float32_bytes <= _memory_bytes() // 2 if expand_weights is None else expand_weights
 
     def prepare_tensor(self, a: Array) -> Array:
@@ -88,74 +89,74 @@ class NumpyOps(DecoderOps):
     def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
 
-    def make_cache(self, sequences: int, capacity: int) -> KvCache:
-        return kv_cache.allocate(self.config, sequences, capacity, np.float32, self.xp, _memory_bytes() // 2)
+    def make_cache(self, sequences: int, capacity: int) -> Cache:
+        layers, free_bytes = self.config.layers, _memory_bytes() // 2
+        return states.allocate(layers, sequences, capacity, np.float32, self.xp, free_bytes)
 
-    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+    def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         return NumpyDecodeLoop(self.config.vocab, step_logits, cache, sampling)
 
-    def embed(self, table: Array, tokens: Array) -> ResidualStream:
-        return ResidualStream(self.xp.asarray(table[tokens].astype(np.float32)))
+    def make_forward(self, table: Array, operations: Sequence[Operation]) -> Forward:
+        return lambda tokens, cache: self.run(operations, self.embed(table, tokens), cache)[1]
 
-    def norm_and_project(
-        self, stream: ResidualStream, norm_weight: Array, projection: Projection
-    ) -> tuple[ResidualStream, Array]:
-        return stream, projection(self.rms_norm(stream, norm_weight))
+    def embed(self, table: Array, tokens: Array) -> Array:
+        """Return the rows of the embedding table [V, hidden] for tokens [B, S] in float32."""
+        rows: Array = self.xp.asarray(table[tokens].astype(np.float32))
+        return rows
 
-    def project_and_add(
-        self,
-        stream: ResidualStream,
-        x: Array,
-        projection: Projection,
-        next_norm_weight: Array | None,
-        next_projection: Projection | None,
-    ) -> ResidualStream:
-        np.add(stream.h, projection(x), out=stream.h)
-        return stream
+    def run(self, operations: Iterable[Operation], h: Array, cache: Cache) -> tuple[Array, Array]:
+        """Execute operations on the residual stream h, float32 [B, S, hidden], in place; return h and the last x."""
+        x = h
+        for operation in operations:
+            if isinstance(operation, Norm):
+                x = _rms_norm(h, operation)
+            elif isinstance(operation, Project):
+                x = operation.projection(x)
+            elif isinstance(operation, Attend):
+                x = self._attend(operation, x, cache)
+            else:
+                np.add(h, operation.projection(x), out=h)
+        return h, x
 
-    def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
-        return _rms_norm(stream.h, norm_weight, self.config.eps)
-
-    def attend(
-        self,
-        qkv: Array,
-        q_norm: Array | None,
-        k_norm: Array | None,
-        cache: KvCache,
-        layer: int,
-        order: ColumnOrder | None,
-    ) -> Array:
-        config = self.config
+    def _attend(self, attend: Attend, qkv: Array, cache: Cache) -> Array:
+        """Return x [B, S, q_width] of an `Attend`, for the queries, keys and values of each token."""
+        spec, state = attend.spec, cache.layers[attend.layer]
         b, s, _ = qkv.shape
-        heads = qkv.reshape(b, s, config.heads + 2 * config.kv_heads, config.head_dim)
-        q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
-        if q_norm is not None and k_norm is not None:
-            q, k = _rms_norm(q, q_norm, config.eps), _rms_norm(k, k_norm, config.eps)
+        heads = qkv.reshape(b, s, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=2)
+        if attend.q_norm is not None:
+            q = _rms_norm(q, attend.q_norm)
+        if attend.k_norm is not None:
+            k = _rms_norm(k, attend.k_norm)
         positions = cache.lengths[:, None] + self.xp.arange(s)
-        cos, sin = cache.cos[positions][:, :, None], cache.sin[positions][:, :, None]
+        cos, sin = (table[positions][:, :, None] for table in cache.rotations[spec.rope])
         rotated = _rotate(k, cos, sin)
-        for i, start in enumerate(cache.lengths.tolist()):
-            cache.k[layer, i, :, start : start + s] = rotated[i].swapaxes(0, 1)
-            cache.v[layer, i, :, start : start + s] = v[i].swapaxes(0, 1)
-        out = self._attention(_rotate(q, cos, sin), cache, layer)
-        return out if order is None else out[..., order.order]
+        starts = cache.lengths.tolist()
+        for i, start in enumerate(starts):
+            state.k[i, :, start : start + s] = rotated[i].swapaxes(0, 1)
+            state.v[i, :, start : start + s] = v[i].swapaxes(0, 1)
+        out = self._attention(_rotate(q, cos, sin), state, starts)
+        return out if attend.order is None else out[..., attend.order.order]
 
     def to_numpy(self, a: Array) -> Array:
         return a
 
-    def _attention(self, q: Array, cache: KvCache, layer: int) -> Array:
-        """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE."""
+    def _attention(self, q: Array, state: KvState, starts: Sequence[int]) -> Array:
+        """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE.
+
+        ``starts`` holds, for each sequence, the number of tokens before the new ones.
+        """
         b, s, heads, head_dim = q.shape
         step = 1 if self._batch_invariant else s
         out: Array = self.xp.empty((b, s, heads * head_dim), np.float32)
-        for i, start in enumerate(cache.lengths.tolist()):
+        for i, start in enumerate(starts):
             for first in range(0, s, step):
                 known = slice(start + first + step)
-                keys, values = cache.k[layer, i, :, known], cache.v[layer, i, :, known]
-                out[i, first : first + step] = self._attend(q[i, first : first + step], keys, values)
+                keys, values = state.k[i, :, known], state.v[i, :, known]
+                out[i, first : first + step] = self._mix_values(q[i, first : first + step], keys, values)
         return out
 
-    def _attend(self, q: Array, keys: Array, values: Array) -> Array:
+    def _mix_values(self, q: Array, keys: Array, values: Array) -> Array:
         """Return the causal attention [S, q_width] of the last S of T tokens; keys, values: [kv_heads, T, head_dim]."""
         s, heads, head_dim = q.shape
         kv_heads, t, _ = keys.shape
@@ -211,7 +212,7 @@ class NumpyOps(DecoderOps):
 class NumpyDecodeLoop(DecodeLoop):
     """The decode loop on the CPU. It is synchronous: all work is complete when `step` returns."""
 
-    def __init__(self, vocab: int, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
+    def __init__(self, vocab: int, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> None:
         sequences = len(cache.tokens)
         self._step_logits, self._cache, self._sampling = step_logits, cache, sampling
         self._seen = np.zeros((sequences, vocab), bool)
@@ -247,9 +248,9 @@ def _memory_bytes() -> int:
         return 8 << 30
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    scale = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(eps))
-    normed: Array = x * scale * weight
+def _rms_norm(x: Array, norm: Norm) -> Array:
+    scale = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(norm.eps))
+    normed: Array = x * scale * norm.weight
     return normed
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq import check
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
@@ -52,8 +51,3 @@ def form(part: Module) -> tuple[Any, ...]:
     """Return the properties of a layer that must be equal for layers to be concatenated."""
     spec = part.weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()
-
-
-def activation_dtype(part: Linear) -> np.dtype[Any]:
-    """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
-    return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16

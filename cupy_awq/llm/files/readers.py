@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cupy_awq import check_scalar
-from cupy_awq.check import FLOAT16, HOST
+from cupy_awq.check import BFLOAT16, FLOAT16, HOST
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import check_path
 from cupy_awq.llm.decoder.backend import DecoderOps
@@ -96,13 +98,21 @@ def load(
 def cuda_ops(files: ModelFiles, index: int) -> Callable[..., CudaOps]:
     """Return the function that makes the back end for a model on a GPU; its option is ``batch_invariant``."""
     from cupy_awq.llm.decoder.cuda_backend import CudaOps  # imported here: the CPU path must work without CuPy
-    from cupy_awq.llm.decoder.upload import activation_dtype
 
-    config = files.config
-    first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
     # 8-bit weights stay as they are only beside float16 activations.
-    dtype = FLOAT16 if files.int8_weights else activation_dtype(first)
-    return functools.partial(CudaOps, config, index, dtype)
+    dtype = FLOAT16 if files.int8_weights else _activation_dtype(files)
+    return functools.partial(CudaOps, files.config, index, dtype)
+
+
+def _activation_dtype(files: ModelFiles) -> np.dtype[Any]:
+    """Return the dtype of activations: bfloat16 if the first 4-bit layer has it, or else the first layer; or float16.
+
+    The first layers of a mixed model can be dense in another dtype than the scales of its 4-bit layers.
+    """
+    linears = [(linear, layer.name) for layer in files.config.layers for linear in layer.linears]
+    quantized = (pair for pair in linears if f"{pair[1]}.{pair[0].name}" in files.tensors)
+    part = files.read_linear(*next(quantized, linears[0]))
+    return BFLOAT16 if part.weight.dtype == BFLOAT16 else FLOAT16
 
 
 def locate(path: str | os.PathLike[str], /) -> Path:
