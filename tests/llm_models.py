@@ -13,7 +13,8 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from cupy_awq.checkpoint import Module
-from cupy_awq.llm import ModelFiles
+from cupy_awq.llm import Decoder, ModelFiles, families
+from cupy_awq.llm.families.table import Table
 from cupy_awq.tools import testing
 from tests.products import float64_weight
 
@@ -42,6 +43,11 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def decoder(*, divisors: tuple[float, ...] = (), **changes: Any) -> Decoder:
+    """Return the description of `LLAMA` with some entries of its config.json changed."""
+    return families.describe(Table({**LLAMA, **changes}, divisors))
 
 
 def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -184,7 +190,7 @@ def weight(files: ModelFiles, name: str) -> np.ndarray:
 
 def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
     """Return the logits [S, V] in float64, computed token by token and head by head from the papers' formulas."""
-    c = files.config
+    c, attention = files.config, files.config.layers[0].mixer
 
     def vector(name: str) -> np.ndarray:
         return files.tensors[name]().astype(np.float64)
@@ -198,27 +204,29 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
         return y if bias is None else y + bias().astype(np.float64)
 
     def norm(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.eps) * w
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.norm.eps) * w
 
     def rotate(x: np.ndarray, position: int) -> np.ndarray:
         """Rotate the complex numbers x[i] + j x[i + half] by the angles of a position."""
-        frequencies, factor = c.rope_frequencies()
-        half = c.head_dim // 2
+        frequencies, factor = attention.rope.frequencies()
+        half = attention.head_dim // 2
         turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies) * factor
         return np.concatenate([turned.real, turned.imag])
 
     h = vector("model.embed_tokens.weight")[ids]
-    for n in range(c.layers):
+    for n in range(len(c.layers)):
         at = f"model.layers.{n}"
         x = norm(h, vector(f"{at}.input_layernorm.weight"))
-        q, k, v = (linear(x, f"{at}.self_attn.{p}_proj").reshape(len(ids), -1, c.head_dim) for p in "qkv")
-        if c.qk_norm:
+        q, k, v = (linear(x, f"{at}.self_attn.{p}_proj").reshape(len(ids), -1, attention.head_dim) for p in "qkv")
+        if attention.q_norm is not None:
             q, k = norm(q, vector(f"{at}.self_attn.q_norm.weight")), norm(k, vector(f"{at}.self_attn.k_norm.weight"))
         out = np.zeros_like(q)
         for s in range(len(ids)):
-            for head in range(c.heads):
-                shared = head // (c.heads // c.kv_heads)
-                scores = [rotate(q[s, head], s) @ rotate(k[t, shared], t) / np.sqrt(c.head_dim) for t in range(s + 1)]
+            for head in range(attention.heads):
+                shared = head // (attention.heads // attention.kv_heads)
+                scores = [
+                    rotate(q[s, head], s) @ rotate(k[t, shared], t) / np.sqrt(attention.head_dim) for t in range(s + 1)
+                ]
                 p = np.exp(scores - np.max(scores))
                 out[s, head] = p / p.sum() @ v[: s + 1, shared]
         h = h + linear(out.reshape(len(ids), -1), f"{at}.self_attn.o_proj")

@@ -16,13 +16,15 @@ import pytest
 from cupy_awq import AwqLinear, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
-from cupy_awq.llm import LanguageModel, ModelConfig, Sampling
-from cupy_awq.llm.decoder.backend import DecoderOps, ResidualStream
+from cupy_awq.llm import LanguageModel, Sampling
+from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.forward import Add, Norm, Project
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight
@@ -128,7 +130,7 @@ def test_default_logits_depend_on_the_chunks(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_with_sizes_that_kernels_do_not_support_is_refused(hidden: int, head_dim: int, message: str) -> None:
-    config = ModelConfig("llama", hidden, 96, 1, 2, 2, head_dim, 264, 256)
+    config = llm_models.decoder(hidden_size=hidden, num_attention_heads=2, head_dim=head_dim)
     with pytest.raises(ValueError, match=message):
         SimulatedOps(config, 0, FLOAT16)
 
@@ -160,7 +162,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     wide = 256 if gated else 128
     enter = layer(192, wide, bias=rng.standard_normal(wide).astype(np.float32), activation="swiglu" if gated else None)
     leave = layer(128, 192)
-    config = ModelConfig("llama", 192, 96, 1, 2, 2, 16, 264, 256)
+    config = llm_models.decoder(hidden_size=192)
     ops, plain = SimulatedOps(config, 0, dtype), NumpyOps(config)
     entries, prefetches, run = [], [], ops.run
 
@@ -174,22 +176,26 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
         run(plan, **arrays)
 
     monkeypatch.setattr(ops, "run", recorded)
-    first, second = (rng.standard_normal(192).astype(np.float32) for _ in range(2))
-    start = rng.standard_normal((m, 1, 192)).astype(np.float32)
+    first, second = (Norm(rng.standard_normal(192).astype(np.float32), 1e-5) for _ in range(2))
+    table, tokens = rng.standard_normal((m, 192)).astype(dtype), np.arange(m, dtype=np.int32)[:, None]
+    cache = Cache((), np.zeros(m, np.int32), {}, [[] for _ in range(m)], 1)
 
-    def forward(ops: DecoderOps) -> list[np.ndarray]:
-        stream = ResidualStream(start.copy())
-        stream, x = ops.norm_and_project(stream, first, enter)
-        stream = ops.project_and_add(stream, x, leave, second, enter)
-        stream, y = ops.norm_and_project(stream, second, enter)
-        stream = ops.project_and_add(stream, y, leave, first, None)
-        stream, z = ops.norm_and_project(stream, first, lambda x: x)  # not a GEMM that could divide by the RMS
-        last = ops.rms_norm(ops.project_and_add(stream, y, leave, None, None), second)
-        return [a.astype(np.float32) for a in (y, z, last)]
+    def shorten(x: np.ndarray) -> np.ndarray:  # not a GEMM that could divide by the RMS
+        return np.ascontiguousarray(x[..., :128])
 
-    found, wanted = forward(ops), forward(plain)
+    operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first, Project(shorten)]
+    operations += [Add(leave), second]
+
+    def forward(ops: DecoderOps, count: int) -> np.ndarray:
+        return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
+
+    found = [forward(ops, count) for count in (5, 8)]
+    entries.clear()
+    prefetches.clear()
+    found.append(forward(ops, len(operations)))
+    wanted = [forward(plain, count) for count in (5, 8, len(operations))]
     gemm = "gemm_sm90_mma" if m <= 8 else "gemm_sm90"
-    assert entries == ["rms_norm", *(["rms_norm"] if m > 32 else [gemm] * 3), "rms_norm", "rms_norm"]
+    assert entries == ["embed", "rms_norm", *(["rms_norm"] if m > 32 else [gemm] * 3), "rms_norm", "rms_norm"]
     assert sum(prefetches) == (gated and m <= 8), "the GEMM before a gated one prefetches the weight"
     for simulated_y, y in zip(found, wanted, strict=True):
         assert np.abs(simulated_y - y).max() <= (3e-3 if dtype == FLOAT16 else 3e-2) * np.abs(y).max()

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import llm
-from cupy_awq.llm import LanguageModel, ModelConfig, ModelFiles
-from cupy_awq.llm.decoder import kv_cache
+from cupy_awq.llm import Decoder, LanguageModel, ModelFiles
+from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
@@ -70,15 +70,19 @@ def test_scaled_rope_reaches_the_logits(tmp_path: Path, scaling: dict[str, Any])
     assert not close(logits, llm_models.forward(plain, IDS))
 
 
-def config_of(**changes: Any) -> ModelConfig:
-    sizes = {"hidden": 64, "intermediate": 96, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 9}
-    return ModelConfig("llama", **{**sizes, "context": 131072, "rope_theta": 500000.0, **changes})
+def config_of(**changes: Any) -> Decoder:
+    sizes = {"num_hidden_layers": 1, "head_dim": 128, "vocab_size": 9, "max_position_embeddings": 131072}
+    return llm_models.decoder(**{**sizes, "rope_theta": 500000.0, **changes})
+
+
+def frequencies_of(**changes: Any) -> tuple[np.ndarray, float]:
+    return config_of(**changes).layers[0].mixer.rope.frequencies()
 
 
 def test_llama3_rope_frequencies_follow_their_definition() -> None:
     """Long waves are divided by the factor, short ones kept, others interpolated."""
     scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
-    found, factor = config_of(rope_scaling=scaling).rope_frequencies()
+    found, factor = frequencies_of(rope_scaling=scaling)
     assert factor == 1
     kinds = set()
     for i, frequency in enumerate(found):
@@ -98,7 +102,7 @@ def test_llama3_rope_frequencies_follow_their_definition() -> None:
 
 def test_yarn_keeps_high_frequencies_divides_low_ones_and_scales_attention() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    found, factor = config_of(rope_theta=1e6, rope_scaling=scaling).rope_frequencies()
+    found, factor = frequencies_of(rope_theta=1e6, rope_scaling=scaling)
     plain = 1e6 ** (-np.arange(64) / 64)
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
     # By the paper's formula, index 23.6 makes 32 turns in 32768 positions and index 39.7 one turn.
@@ -185,17 +189,17 @@ def test_the_last_token_of_a_prompt_is_never_reused(small: tuple[ModelFiles, Mod
 def test_a_kv_cache_larger_than_the_free_memory_is_refused_before_it_is_allocated() -> None:
     config = config_of()
     with pytest.raises(ValueError, match=r"KV cache of 2 x 131072 tokens: expected at most 0\.10 GB, got 0\.27 GB"):
-        kv_cache.allocate(config, 2, 131072, np.float16, np, 10**8)
+        states.allocate(config.layers, 2, 131072, np.float16, np, 10**8)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 3}, "heads: expected a multiple of kv_heads=2, got 3"),
+        ({"num_attention_heads": 3}, "heads: expected a multiple of kv_heads=2, got 3"),
         ({"head_dim": 15}, "head_dim: expected an even number, got 15"),
-        ({"layers": 10**9}, "layers: expected an integer in 1..1024, got 1000000000"),
-        ({"hidden": -1}, "hidden: expected an integer"),
-        ({"eps": math.nan}, "eps: expected a positive number, got nan"),
+        ({"num_hidden_layers": 10**9}, "layers: expected an integer in 1..1024, got 1000000000"),
+        ({"hidden_size": -1}, "hidden_size: expected a positive integer"),
+        ({"rms_norm_eps": math.nan}, "eps: expected a positive number, got nan"),
         (
             {"rope_scaling": {"rope_type": "dynamic"}},
             "rope_type: expected default, linear, llama3, yarn, got 'dynamic'",
@@ -205,7 +209,7 @@ def test_a_kv_cache_larger_than_the_free_memory_is_refused_before_it_is_allocate
             {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
             "low_freq_factor: expected less than high_freq_factor=4.0, got 4.0",
         ),
-        ({"rope_factors": (1.0,)}, "rope_factors: expected 64 positive numbers"),
+        ({"divisors": (1.0,)}, "rope_factors: expected 64 positive numbers"),
     ],
 )
 def test_an_invalid_model_configuration_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -8,11 +8,19 @@ import json
 import numpy as np
 import pytest
 
-from cupy_awq.llm import ModelConfig
 from cupy_awq.tools import bench_llm as speed
 from cupy_awq.tools.command_line import main
+from tests import llm_models
 
-TINY = ModelConfig("qwen3", 256, 512, 2, 4, 2, 64, 1000, 4096, 1e-6, 1e6, qk_norm=True)
+TINY = llm_models.decoder(
+    model_type="qwen3",
+    hidden_size=256,
+    intermediate_size=512,
+    head_dim=64,
+    vocab_size=1000,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +53,8 @@ def test_random_weights_give_finite_and_different_logits() -> None:
 @pytest.mark.parametrize("name", list(speed.SHAPES))
 def test_the_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
     c = speed.SHAPES[name]
-    layer = c.hidden * (2 * c.q_width + 2 * c.kv_width + 3 * c.intermediate)
-    billions = (c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2)) / 1e9
+    linears = sum(linear.k * linear.n for layer in c.layers for linear in layer.linears)
+    billions = (linears + c.vocab * c.hidden * (1 if c.tied else 2)) / 1e9
     wanted = {"qwen3-8b": 8.19, "qwen3-0.6b": 0.596, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3.2-1b": 1.236}
     assert billions == pytest.approx(wanted[name], rel=2e-3)
 

@@ -24,13 +24,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from cupy_awq.llm.decoder.kv_cache import KvCache, cache_bytes
 
 from cupy_awq.check import Array
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.decoder.kv_cache import KvCache, cache_bytes
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.ops import gemm_launch
