@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +163,21 @@ def test_a_prompt_keeps_the_hidden_states_of_its_last_chunk_only(
     small: tuple[ModelFiles, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, model = small
-    forward, states = Model.forward, list[weakref.ref[Any]]()
+    hidden_states = list[weakref.ref[Any]]()
 
     def watched(*arguments: Any) -> Any:
-        assert all(state() is None for state in states[:-1])
-        hidden = forward(*arguments)
-        states.append(weakref.ref(hidden))
+        assert all(state() is None for state in hidden_states[:-1])
+        hidden = model.forward(*arguments)
+        hidden_states.append(weakref.ref(hidden))
         return hidden
 
-    monkeypatch.setattr(Model, "forward", watched)
+    seen = replace(model, forward=watched)
     monkeypatch.setattr(model.ops, "prefill_chunk", 4)
-    LanguageModel(files.config, model, files.load_tokenizer(), ()).generate("x" * 21, raw=True, max_tokens=1)
-    assert len(states) == 6
-    states.clear()
-    _measure("small", files.config, model, 1, 21, 1)
-    assert len(states) == 2 * 6 + WARM_UP_STEPS + 1
+    LanguageModel(files.config, seen, files.load_tokenizer(), ()).generate("x" * 21, raw=True, max_tokens=1)
+    assert len(hidden_states) == 6
+    hidden_states.clear()
+    _measure("small", files.config, seen, 1, 21, 1)
+    assert len(hidden_states) == 2 * 6 + WARM_UP_STEPS + 1
 
 
 def test_the_last_token_of_a_prompt_is_never_reused(small: tuple[ModelFiles, Model]) -> None:
