@@ -26,7 +26,7 @@ import transformers
 from cupy_awq import checkpoint, llm, quantize, reference
 from cupy_awq.checkpoint import Contents, Module, ModuleSpec, Tensor, safetensors
 from cupy_awq.checkpoint.format import Pending
-from cupy_awq.checkpoint.gguf.write import name_tensor
+from cupy_awq.checkpoint.gguf.names import DEFAULT
 from cupy_awq.llm.files.convert import convert
 from tests.peers.format_models import Scores, copy_settings, linear_names, our_scores
 
@@ -104,13 +104,13 @@ def read_autoawq(path: Path, names: list[str]) -> Weights:
 
 def read_gguf(path: Path, names: list[str]) -> Weights:
     """Return the weights that the package gguf dequantizes, in Hugging Face's order of rows."""
-    heads = llm.read(path).config
+    attention = llm.read(path).config.layers[0].mixer
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     found = {}
     for name in names:
-        tensor = tensors[name_tensor(f"{name}.weight")[0]]
+        tensor = tensors[DEFAULT.to_gguf(f"{name}.weight")[0]]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        count = {"q_proj": heads.heads, "k_proj": heads.kv_heads}.get(name.rpartition(".")[2])
+        count = {"q_proj": attention.heads, "k_proj": attention.kv_heads}.get(name.rpartition(".")[2])
         if count is not None:
             values = values.reshape(count, len(values) // count // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
         found[name] = values

@@ -24,27 +24,10 @@ from cupy_awq.checkpoint.gguf import container as gguf_file
 from cupy_awq.checkpoint.gguf import dense as gguf_dense
 from cupy_awq.checkpoint.gguf import q4 as gguf_q4
 from cupy_awq.checkpoint.gguf.container import Blocks
+from cupy_awq.checkpoint.gguf.names import Names, find, find_permuted_heads
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 Array = npt.NDArray[Any]
-
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""The Hugging Face name for each GGUF tensor name outside the layers, both without the suffix ".weight"."""
-
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"attn_{p}": f"self_attn.{p}_proj" for p in "qkv"},
-    **{f"attn_{p}_norm": f"self_attn.{p}_norm" for p in "qk"},
-    "attn_output": "self_attn.o_proj",
-    **{f"ffn_{p}": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
-    "ffn_gate_inp": "mlp.gate",
-    **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
-}
-"""The Hugging Face name in ``model.layers.<i>`` for each GGUF name in ``blk.<i>``, both without the suffix."""
-
-EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
-"""The projection for each GGUF name of a tensor [E, N, K] of all E experts of a layer."""
 
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """The GGML types whose codes stay 4-bit in linear layers."""
@@ -75,11 +58,11 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
         CheckpointError: tensors or metadata contradict each other, two tensors get the same name, or there are too
             many.
     """
-    heads = find_permuted_heads(path, metadata)
+    names, heads = find(metadata), find_permuted_heads(path, metadata)
     entries: dict[str, Pending | Tensor] = {}
     for name, block in blocks.items():
         where = f"{path}: tensor {name!r:.200}"
-        for key, part, count in _name_tensors(name, block, heads, where):
+        for key, part, count in _name_tensors(name, block, names, heads, where):
             bias = blocks.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
             entry = _open_tensor(path, part, key, count, bias, where)
             if isinstance(entry, Pending) and not entry.is_dense:
@@ -104,9 +87,9 @@ def rename_tensors(
     interleaves the rows of each head, which `restore_rows` reverses. Raises CheckpointError if the metadata has a
     malformed number of heads, or if a tensor has too many experts.
     """
-    heads = find_permuted_heads(path, metadata)
+    names, heads = find(metadata), find_permuted_heads(path, metadata)
     for name, block in blocks.items():
-        yield from _name_tensors(name, block, heads, f"{path}: tensor {name!r:.200}")
+        yield from _name_tensors(name, block, names, heads, f"{path}: tensor {name!r:.200}")
 
 
 def restore_rows(block: Blocks, heads: int | None) -> Blocks:
@@ -114,52 +97,36 @@ def restore_rows(block: Blocks, heads: int | None) -> Blocks:
     return block._replace(data=_deinterleave(block.data, heads))
 
 
-def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of heads, by GGUF name, of every projection that GGUF files store with permuted rows.
-
-    In Llama models, these are "attn_q" and "attn_k": GGUF files interleave the two halves of each head, for a RoPE that
-    rotates adjacent pairs. Other models have none. Raises CheckpointError for a malformed number of heads.
-    """
-    arch = metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch != "llama":  # arch may be an array in a damaged file
-        return {}
-    heads = metadata.get("llama.attention.head_count")
-    counts = {"attn_q": heads, "attn_k": metadata.get("llama.attention.head_count_kv", heads)}
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            key = "head_count" if name == "attn_q" else "head_count_kv"
-            raise CheckpointError(f"{path}: llama.attention.{key}: expected a positive integer, got {count!r:.80}")
-    return counts
-
-
 def _name_tensors(
-    name: str, block: Blocks, heads: Mapping[str, int], where: str
+    name: str, block: Blocks, names: Names, heads: Mapping[str, int], where: str
 ) -> list[tuple[str, Blocks, int | None]]:
     """Return (Hugging Face name, blocks, heads) for a tensor, with ``heads`` as in `rename_tensors`.
+
+    ``heads`` as an argument is the result of `find_permuted_heads`.
 
     The list has one item, or one per expert if the tensor holds all experts of a layer. Raises CheckpointError, whose
     message starts with ``where``, for too many experts.
     """
     stem, _, suffix = name.rpartition(".")
-    if stem in NAMES:
-        return [(f"{NAMES[stem]}.{suffix}", block, None)]
+    if stem in names.outer:
+        return [(f"{names.outer[stem]}.{suffix}", block, None)]
     first, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
     if first != "blk":
         return [(name, block, None)]
     layer = f"model.layers.{number}"
-    if part in EXPERT_NAMES and len(block.shape) == 3 and suffix == "weight":
+    if part in names.experts and len(block.shape) == 3 and suffix == "weight":
         count, n, k = block.shape
         check_count(count, where)
         rows = block.data.reshape(count, n, -1)
-        projection = EXPERT_NAMES[part]
+        projection = names.experts[part]
         return [
             (f"{layer}.mlp.experts.{expert}.{projection}.weight", Blocks(block.kind, (n, k), rows[expert]), None)
             for expert in range(count)
         ]
-    if part not in LAYER_NAMES:
+    if part not in names.layer:
         return [(name, block, None)]
-    return [(f"{layer}.{LAYER_NAMES[part]}.{suffix}", block, heads.get(part))]
+    return [(f"{layer}.{names.layer[part]}.{suffix}", block, heads.get(part))]
 
 
 def _open_tensor(

@@ -9,7 +9,6 @@ ValueError is raised for a weight whose scales, or products of scale and zero po
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,9 @@ from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.format import ModuleSpec
 from cupy_awq.checkpoint.gguf.container import ARRAY_TYPE, MAGIC, MAX_RANK, SCALAR_FORMATS, STRING_TYPE, TYPES
+from cupy_awq.checkpoint.gguf.names import find, find_permuted_heads
 from cupy_awq.checkpoint.gguf.q4 import GROUP
-from cupy_awq.checkpoint.gguf.tensors import EXPERT_NAMES, LAYER_NAMES, NAMES, find_permuted_heads, interleave
+from cupy_awq.checkpoint.gguf.tensors import interleave
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.packing import unpack_int4
 
@@ -84,7 +84,7 @@ def write(
     """Write a checkpoint as a GGUF file.
 
     Hugging Face names become GGUF names; other names are kept. The rows of q and k are interleaved if the architecture
-    in ``metadata`` is "llama". Modules are converted one by one. No partial file remains after an error.
+    in ``metadata`` requires it (`names.Names.permuted`). Modules are converted one by one. No partial file remains after an error.
 
     Args:
         path: the path of the file, which is replaced if it exists.
@@ -111,42 +111,14 @@ def write(
             file.write(bytes(-file.tell() % ALIGNMENT))
 
 
-def name_tensor(name: str) -> tuple[str, int | None]:
-    """Return the GGUF name for the Hugging Face name of a tensor, and the index of its expert or None.
-
-    >>> name_tensor("model.layers.3.self_attn.q_proj.weight")
-    ('blk.3.attn_q.weight', None)
-    >>> name_tensor("model.layers.0.mlp.experts.7.up_proj.weight")
-    ('blk.0.ffn_up_exps.weight', 7)
-    """
-    stem, _, suffix = name.rpartition(".")
-    if stem in _GGUF_NAMES:
-        return f"{_GGUF_NAMES[stem]}.{suffix}", None
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    if layer is None:
-        return name, None
-    number, part = layer.groups()
-    expert = re.fullmatch(r"mlp\.experts\.(\d{1,6})\.(\w+)", part)
-    if expert is not None and expert[2] in _GGUF_EXPERT_NAMES:
-        return f"blk.{number}.{_GGUF_EXPERT_NAMES[expert[2]]}.{suffix}", int(expert[1])
-    if part in _GGUF_LAYER_NAMES:
-        return f"blk.{number}.{_GGUF_LAYER_NAMES[part]}.{suffix}", None
-    return name, None
-
-
-_GGUF_NAMES = {name: stem for stem, name in NAMES.items()}
-_GGUF_LAYER_NAMES = {name: part for part, name in LAYER_NAMES.items()}
-_GGUF_EXPERT_NAMES = {name: part for part, name in EXPERT_NAMES.items()}
-
-
 def _plan_entries(path: Path, contents: Contents, metadata: Metadata) -> Iterator[_Entry]:
     """Yield the tensors in file order. All experts of a projection form one tensor [E, N, K]."""
-    heads = find_permuted_heads(path, metadata)
+    names, heads = find(metadata), find_permuted_heads(path, metadata)
     forms, specs = _choose_forms(contents), contents.specs
     experts: dict[str, dict[int, str]] = {}
     for source, (kind, shape) in forms.items():
         is_module = contents.is_module(source)
-        name, expert = name_tensor(f"{source}.weight" if is_module else source)
+        name, expert = names.to_gguf(f"{source}.weight" if is_module else source)
         if expert is not None:
             experts.setdefault(name, {})[expert] = source
             continue
@@ -158,13 +130,13 @@ def _plan_entries(path: Path, contents: Contents, metadata: Metadata) -> Iterato
         if is_module and specs[source].bias_dtype is not None:
             yield _Entry(f"{name.removesuffix('weight')}bias", "F32", shape[:1], [source], permuted)
     for name, sources in experts.items():
-        names = [sources.get(expert, "") for expert in range(len(sources))]
-        if "" in names:
-            raise ValueError(f"{name:.200}: expected experts 0 to {len(names) - 1}, got none number {names.index('')}")
-        if len({forms[source] for source in names}) > 1:
+        stored = [sources.get(expert, "") for expert in range(len(sources))]
+        if "" in stored:
+            raise ValueError(f"{name:.200}: expected experts 0 to {len(stored) - 1}, got none number {stored.index('')}")
+        if len({forms[source] for source in stored}) > 1:
             raise ValueError(f"{name:.200}: expected experts of one type and shape, got several")
-        kind, shape = forms[names[0]]
-        yield _Entry(name, kind, (len(names), *shape), names, None)
+        kind, shape = forms[stored[0]]
+        yield _Entry(name, kind, (len(stored), *shape), stored, None)
 
 
 def _choose_forms(contents: Contents) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from cupy_awq.llm.decoder.rope import Rope, is_positive
 
 LIMITS = {"layers": 1 << 10, "heads": 1 << 10, "head_dim": 1 << 10, "hidden": 1 << 17, "intermediate": 1 << 19}
@@ -171,7 +174,7 @@ class Decoder:
         model_type: the model type of Hugging Face, such as "llama".
         vocab: the number of tokens in the vocabulary.
         hidden: the width of the residual stream, in elements.
-        context: the context length that the model was trained for, in tokens.
+        context: the context length for which the model is made, in tokens, including that of RoPE scaling.
         layers: the layers in the order of execution.
         norm: the RMSNorm after the last layer.
         embedding: the Hugging Face name of the embedding table [vocab, hidden], without ".weight".
@@ -200,6 +203,10 @@ class Decoder:
         for norm in (self.norm, *(norm for layer in self.layers for norm in layer.norms)):
             if not is_positive(norm.eps):
                 raise ValueError(f"eps: expected a positive number, got {norm.eps!r:.80}")
+
+    def rope_frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
+        """Return the RoPE frequencies of the first layer and their factor, as `Rope.frequencies` does."""
+        return self.layers[0].mixer.rope.frequencies()
 
 
 def check_sizes(**sizes: int) -> None:

@@ -89,6 +89,14 @@ class Rope:
         """The type of RoPE scaling, "default" without scaling."""
         return self.scaling.get("rope_type", self.scaling.get("type", "default"))
 
+    @property
+    def scaled_context(self) -> int:
+        """The context length with scaling: with YaRN, the original context length times the factor."""
+        if self.kind != "yarn":
+            return self.context
+        original = self._number("original_max_position_embeddings", self.context)
+        return round(original * self._yarn_factor(original))
+
     def unscaled(self) -> npt.NDArray[np.float64]:
         """Return the frequencies without scaling and divisors, float64 [dim / 2]."""
         plain: npt.NDArray[np.float64] = float(self.theta) ** (-np.arange(0, self.dim, 2) / self.dim)

@@ -77,13 +77,13 @@ def describe_like(
     vocab, context = table.integer("vocab_size"), table.integer("max_position_embeddings")
     check_sizes(layers=count, heads=heads, head_dim=head_dim, hidden=hidden, intermediate=intermediate)
     check_sizes(kv_heads=kv_heads, vocab=vocab, context=context)
-    eps = table.values.get("rms_norm_eps", 1e-6)
+    eps, rope = table.values.get("rms_norm_eps", 1e-6), table.rope(head_dim, context)
     wide, narrow = heads * head_dim, kv_heads * head_dim
     attention = Attention(
         heads,
         kv_heads,
         head_dim,
-        table.rope(head_dim, context),
+        rope,
         q=table.linear("self_attn.q_proj", hidden, wide, qkv_bias),
         k=table.linear("self_attn.k_proj", hidden, narrow, qkv_bias),
         v=table.linear("self_attn.v_proj", hidden, narrow, qkv_bias),
@@ -101,7 +101,7 @@ def describe_like(
         model_type,
         vocab,
         hidden,
-        context,
+        rope.scaled_context,
         tuple(LayerSpec(f"model.layers.{i}", attention, mlp, *norms) for i in range(count)),
         NormSpec("model.norm", hidden, eps),
         "model.embed_tokens",
@@ -127,10 +127,11 @@ def settings(decoder: Decoder) -> dict[str, Any]:
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "vocab_size": decoder.vocab,
-        "max_position_embeddings": decoder.context,
+        "max_position_embeddings": attention.rope.context,
         "rms_norm_eps": decoder.norm.eps,
         "rope_theta": attention.rope.theta,
         "rope_scaling": dict(attention.rope.scaling) or None,
         "tie_word_embeddings": decoder.tied,
         "hidden_act": "silu",
+        **({"num_nextn_predict_layers": decoder.extra_layers} if decoder.extra_layers else {}),
     }

@@ -67,4 +67,7 @@ class Table:
             scaling = {**scaling, "original_max_position_embeddings": original}
         theta = scaling.get("rope_theta")
         theta = self.values.get("rope_theta", 10000.0) if theta is None else theta
+        scaling = {name: value for name, value in scaling.items() if name != "rope_theta"}
+        if scaling in ({"type": "default"}, {"rope_type": "default"}):
+            scaling = {}
         return Rope(dim, theta, context, scaling, self.divisors)

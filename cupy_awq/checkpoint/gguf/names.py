@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensor names of GGUF and the Hugging Face names for them, by architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cupy_awq.checkpoint.files import CheckpointError
+
+
+@dataclass(frozen=True)
+class Names:
+    """The Hugging Face names of an architecture's tensors by GGUF name, all without the suffix ".weight" or ".bias".
+
+    Attributes:
+        outer: the names of the tensors outside of the layers.
+        layer: the names in ``model.layers.<i>`` for the names in ``blk.<i>``.
+        experts: the name of the projection for each name of a tensor [E, N, K] of all E experts of a layer.
+        permuted: by GGUF name of a projection whose rows GGUF permutes, the metadata field, after the architecture,
+            with the number of its heads: GGUF interleaves the two halves of each head, for a RoPE that rotates adjacent
+            pairs.
+    """
+
+    outer: Mapping[str, str]
+    layer: Mapping[str, str]
+    experts: Mapping[str, str]
+    permuted: Mapping[str, str] = field(default_factory=dict)
+
+    def to_gguf(self, name: str) -> tuple[str, int | None]:
+        """Return the GGUF name for a Hugging Face name with its suffix, and the index of its expert or None.
+
+        An unknown name is returned unchanged.
+
+        >>> DEFAULT.to_gguf("model.layers.3.self_attn.q_proj.weight")
+        ('blk.3.attn_q.weight', None)
+        >>> DEFAULT.to_gguf("model.layers.0.mlp.experts.7.up_proj.weight")
+        ('blk.0.ffn_up_exps.weight', 7)
+        """
+        stem, _, suffix = name.rpartition(".")
+        outer, parts, experts = self._inverses
+        if stem in outer:
+            return f"{outer[stem]}.{suffix}", None
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+        if layer is None:
+            return name, None
+        number, part = layer.groups()
+        expert = re.fullmatch(r"mlp\.experts\.(\d{1,6})\.(\w+)", part)
+        if expert is not None and expert[2] in experts:
+            return f"blk.{number}.{experts[expert[2]]}.{suffix}", int(expert[1])
+        if part in parts:
+            return f"blk.{number}.{parts[part]}.{suffix}", None
+        return name, None
+
+    @cached_property
+    def _inverses(self) -> tuple[dict[str, str], ...]:
+        return tuple({name: gguf for gguf, name in names.items()} for names in (self.outer, self.layer, self.experts))
+
+
+DEFAULT = Names(
+    outer={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
+    layer={
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        **{f"attn_{p}": f"self_attn.{p}_proj" for p in "qkv"},
+        **{f"attn_{p}_norm": f"self_attn.{p}_norm" for p in "qk"},
+        "attn_output": "self_attn.o_proj",
+        **{f"ffn_{p}": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
+        "ffn_gate_inp": "mlp.gate",
+        **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
+    },
+    experts={f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")},
+)
+"""The names of Llama-like architectures, which apply to every architecture that `ARCHITECTURES` does not list."""
+
+ARCHITECTURES: Mapping[str, Names] = {
+    "llama": replace(DEFAULT, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}),
+}
+"""The names of the architectures that differ from `DEFAULT`, by ``general.architecture``."""
+
+
+def find(metadata: Mapping[str, Any]) -> Names:
+    """Return the names for the architecture in the metadata of a file."""
+    arch = metadata.get("general.architecture")
+    return ARCHITECTURES.get(arch, DEFAULT) if isinstance(arch, str) else DEFAULT  # an array in a damaged file
+
+
+def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of heads of each projection in `Names.permuted`, by GGUF name.
+
+    Raises CheckpointError for a malformed number of heads.
+    """
+    counts = {}
+    for name, key in find(metadata).permuted.items():
+        arch = metadata["general.architecture"]
+        all_heads = metadata.get(f"{arch}.attention.head_count")  # applies to a projection without its own field
+        count = metadata.get(f"{arch}.{key}", all_heads)
+        if type(count) is not int or count < 1:
+            raise CheckpointError(f"{path}: {arch}.{key}: expected a positive integer, got {count!r:.80}")
+        counts[name] = count
+    return counts
