@@ -322,11 +322,11 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
 
 def test_rope_that_gguf_has_no_fields_for_is_refused() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}
-    config = llm.ModelConfig("llama", 64, 96, 1, 4, 2, 16, 100, 256, rope_scaling=yarn)
+    config = llm_models.decoder(rope_scaling=yarn)
     with pytest.raises(ValueError, match="rope_scaling: expected factor and original_max_position_embeddings alone"):
         gguf_metadata.describe_model(config)
     fields, divisors = gguf_metadata.describe_model(
-        llm.ModelConfig("llama", 64, 96, 1, 4, 2, 16, 100, 256, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+        llm_models.decoder(rope_scaling={"rope_type": "yarn", "factor": 4.0})
     )
     assert divisors is None
     assert (fields["llama.rope.scaling.type"], fields["llama.rope.scaling.factor"]) == ("yarn", 4.0)

@@ -24,9 +24,10 @@ class Problem:
     def __init__(self, family: str, folder: Path) -> None:
         config = llm_models.FAMILIES[family]
         files = llm.read(dense_folder(folder, config, np.float32))
-        self.config = files.config
-        self.weights = layer_quantizer._read(files, 0, np)
-        self.ops = NumpyOps(dataclasses.replace(files.config, layers=1), expand_weights=True)
+        (self.layer,) = files.config.layers[:1]
+        self.config = dataclasses.replace(files.config, layers=(self.layer,))
+        self.weights = layer_quantizer._read(files, self.layer, np)
+        self.ops = NumpyOps(self.config, expand_weights=True)
         self.cache = self.ops.make_cache(1, 24)
         rng = np.random.default_rng(0)
         self.inputs = [rng.standard_normal((1, s, files.config.hidden), np.float32) for s in (24, 17, 20)]
@@ -43,7 +44,7 @@ class Problem:
 
     def tune(self, quantized: dict[str, QuantizedRows]) -> dict[str, QuantizedRows]:
         arguments = self.weights.linears, self.weights.norms, quantized, self.inputs, self.outputs, self.cache
-        return layer_tuning.tune_layer(self.config, *arguments)
+        return layer_tuning.tune_layer(self.layer, *arguments)
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3"])
@@ -55,7 +56,7 @@ def test_gradients_equal_finite_differences(problem: Problem) -> None:
     tuned = {
         name: layer_tuning._TunedLinear(w, problem.quantized[name]) for name, (w, _) in problem.weights.linears.items()
     }
-    layer = layer_tuning._Layer(problem.config, problem.weights.linears, problem.weights.norms, tuned, problem.cache)
+    layer = layer_tuning._Layer(problem.layer, problem.weights.linears, problem.weights.norms, tuned, problem.cache)
     h, rng = problem.inputs[0][0], np.random.default_rng(1)
     y, backward = layer.run(h)
     for name, linear in tuned.items():
@@ -107,11 +108,11 @@ def test_tuning_on_the_gpu_is_as_good_as_on_the_cpu(problem: Problem) -> None:
         name: QuantizedRows(move(rows.codes), type(rows.grid)(*map(move, rows.grid)))
         for name, rows in problem.quantized.items()
     }
-    cache = NumpyOps(dataclasses.replace(problem.config, layers=1), expand_weights=True, xp=cupy).make_cache(1, 24)
+    cache = NumpyOps(problem.config, expand_weights=True, xp=cupy).make_cache(1, 24)
     linears = {name: (move(w), move(bias)) for name, (w, bias) in problem.weights.linears.items()}
     norms = {name: move(a) for name, a in problem.weights.norms.items()}
     hidden = [[move(h) for h in each] for each in (problem.inputs, problem.outputs)]
-    tuned = layer_tuning.tune_layer(problem.config, linears, norms, quantized, *hidden, cache)
+    tuned = layer_tuning.tune_layer(problem.layer, linears, norms, quantized, *hidden, cache)
     result = {
         name: QuantizedRows(rows.codes.get(), type(rows.grid)(*(a.get() for a in rows.grid)))
         for name, rows in tuned.items()

@@ -12,18 +12,18 @@ import pytest
 
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm import ModelConfig
-from cupy_awq.llm.config import from_hugging_face
+from cupy_awq.llm import Decoder
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files.hugging_face import describe
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN2, QWEN3
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
-def config_of(**changes: Any) -> ModelConfig:
-    return from_hugging_face({**LLAMA, **changes}, "config.json")
+def config_of(**changes: Any) -> Decoder:
+    return describe({**LLAMA, **changes}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -92,19 +92,20 @@ def test_a_configuration_of_no_supported_model_is_refused_with_the_name_of_the_f
 
 
 def test_absent_and_null_sizes_are_those_of_transformers() -> None:
-    assert config_of(num_key_value_heads=None).kv_heads == LLAMA["num_attention_heads"]
-    assert config_of(head_dim=None).head_dim == LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    assert config_of(num_key_value_heads=None).layers[0].mixer.kv_heads == LLAMA["num_attention_heads"]
+    head_dim = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    assert config_of(head_dim=None).layers[0].mixer.head_dim == head_dim
     table = {key: value for key, value in QWEN3.items() if key != "head_dim"}
-    assert from_hugging_face(table, "config.json").head_dim == 128
+    assert describe(table, "config.json").layers[0].mixer.head_dim == 128
     table = {key: value for key, value in QWEN2.items() if key != "num_key_value_heads"}
     with pytest.raises(CheckpointError, match="heads: expected a multiple of kv_heads=32, got 2"):
-        from_hugging_face(table, "config.json")
+        describe(table, "config.json")
 
 
 def test_rope_scaling_has_precedence_over_rope_parameters_and_the_outer_context_over_the_inner() -> None:
     linear = {"rope_type": "linear", "factor": 2.0}
     config = config_of(rope_scaling=linear, rope_parameters=YARN)
-    assert config.rope_scaling == linear
+    assert config.layers[0].mixer.rope.scaling == linear
     inner, outer = config_of(rope_scaling=YARN), config_of(rope_scaling=YARN, original_max_position_embeddings=16)
     wanted = config_of(rope_scaling={**YARN, "original_max_position_embeddings": 16})
     np.testing.assert_array_equal(outer.rope_frequencies()[0], wanted.rope_frequencies()[0])

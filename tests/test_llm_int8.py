@@ -16,6 +16,7 @@ from cupy_awq.checkpoint.gguf import q8 as gguf_int8
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.description import LinearSpec
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.files import readers
 from cupy_awq.llm.files.model_files import Int8Linear
@@ -66,16 +67,28 @@ def test_every_8_bit_layer_of_a_file_is_found(tmp_path: Path) -> None:
     assert set(files.int8_weights) == expected
     for name in expected:
         n, k = files.tensors[f"{name}.weight"]().shape
-        layer = files.read_int8_linear(name, k, n)
+        layer = files.read_int8_linear(LinearSpec(name, k, n))
         assert layer is not None
         np.testing.assert_array_equal(layer.dequantize().weight, files.tensors[f"{name}.weight"]())
-    assert files.read_int8_linear("model.layers.0.mlp.gate_proj", 64, 96) is None
+    assert files.read_int8_linear(LinearSpec("mlp.gate_proj", 64, 96), "model.layers.0") is None
     with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight: expected shape \(96, 32\), got \(96, 64\)$"):
-        files.read_int8_linear("model.layers.0.mlp.up_proj", 32, 96)
+        files.read_int8_linear(LinearSpec("mlp.up_proj", 32, 96), "model.layers.0")
 
 
-@pytest.mark.parametrize(("kinds", "dtype"), [(KINDS, FLOAT16), ({"token_embd": "Q4_1"}, BFLOAT16)])
-def test_8_bit_codes_decide_for_float16_activations(tmp_path: Path, kinds: dict[str, str], dtype: Any) -> None:
+LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        (KINDS, FLOAT16),
+        ({"token_embd": "Q4_1"}, FLOAT16),
+        ({"token_embd": "Q4_1", **dict.fromkeys(LINEARS, "BF16")}, BFLOAT16),
+    ],
+)
+def test_8_bit_codes_and_then_4_bit_codes_decide_for_float16_activations(
+    tmp_path: Path, kinds: dict[str, str], dtype: Any
+) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {**kinds, "attn_q": "BF16"})
     make_ops: Any = readers.cuda_ops(llm.read(tmp_path / "m.gguf"), 0)
     assert make_ops.args[-1] == dtype
@@ -110,7 +123,7 @@ def test_a_layer_with_a_small_k_is_dequantized(tmp_path: Path) -> None:
             return super()._dense(part, *rest)
 
     build_model(files, Ops(files.config, 0, FLOAT16))
-    assert max(files.config.hidden, files.config.intermediate) < CudaOps.int8_min_k < 4096
+    assert max(linear.k for layer in files.config.layers for linear in layer.linears) < CudaOps.int8_min_k < 4096
 
 
 @pytest.mark.gpu

@@ -16,29 +16,70 @@ import numpy as np
 
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm import families
 from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
-from cupy_awq.llm.decoder.kv_cache import cache_bytes
+from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.states import count_bytes
+from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_2 = {"rope_type": "llama3", **_LLAMA3, "factor": 32.0}
-
-SHAPES = {
-    "qwen3-8b": ModelConfig("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, qk_norm=True),
-    "qwen3-0.6b": ModelConfig("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, 1e-6, 1e6, tied=True, qk_norm=True),
-    "llama-3-8b": ModelConfig("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192, 1e-5, 5e5),
-    "llama-3-70b": ModelConfig("llama", 8192, 28672, 80, 64, 8, 128, 128256, 8192, 1e-5, 5e5),
-    "llama-3.2-1b": ModelConfig("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, _LLAMA3_2, tied=True),
+_QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
 }
-"""The published model configurations by name."""
+_SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+_LLAMA3 = {
+    **_QWEN3,
+    "model_type": "llama",
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+}
+_LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+_LLAMA3_2 = {
+    **_LLAMA3,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_TABLES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": _QWEN3,
+    "qwen3-0.6b": {**_QWEN3, **_SMALL, "tie_word_embeddings": True},
+    "llama-3-8b": _LLAMA3,
+    "llama-3-70b": {**_LLAMA3, **_LARGE},
+    "llama-3.2-1b": _LLAMA3_2,
+}
+SHAPES = {name: families.describe(Table(table)) for name, table in _TABLES.items()}
+"""The descriptions of published models by name."""
 
 _POOL_BYTES = 1 << 24
 """The size in bytes of the random data of a synthetic model, which is repeated to fill all weights."""
@@ -75,14 +116,14 @@ class Speed:
         return self.step_bytes / self.step_seconds / 1e9
 
 
-def synthetic(config: ModelConfig, group_size: int = 128, xp: Any = np) -> ModelFiles:
+def synthetic(decoder: Decoder, group_size: int = 128, xp: Any = np) -> ModelFiles:
     """Return a model with random AWQ weights, a float16 LM head and embedding, and no tokenizer.
 
     ``xp`` is the array module: NumPy, or CuPy to create the weights on the current GPU.
 
-    >>> files = synthetic(ModelConfig("llama", 64, 128, 1, 2, 2, 32, 96, 256), group_size=32)
-    >>> files.read_linear("model.layers.0.mlp.up_proj", 64, 128).weight
-    PackedWeight(K=64, N=128, group_size=32, float16, packed zeros, 4736 B)
+    >>> files, layer = synthetic(SHAPES["qwen3-0.6b"]), SHAPES["qwen3-0.6b"].layers[0]
+    >>> files.read_linear(layer.feed_forward.up, layer.name).weight
+    PackedWeight(K=1024, N=3072, group_size=128, float16, packed zeros, 1.6 MB)
     """
     rng = np.random.default_rng(0)
     words = xp.asarray(rng.integers(-(2**31), 2**31, _POOL_BYTES // 4, np.int32))
@@ -101,20 +142,18 @@ def synthetic(config: ModelConfig, group_size: int = 128, xp: Any = np) -> Model
     def scaled(shape: tuple[int, ...], scale: float) -> Array:
         return repeated(halves * np.float16(scale), shape)
 
-    d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
-    sizes = {"self_attn.q_proj": (d, wide), "self_attn.k_proj": (d, narrow), "self_attn.v_proj": (d, narrow)}
-    sizes |= {"self_attn.o_proj": (wide, d), "mlp.gate_proj": (d, i), "mlp.up_proj": (d, i), "mlp.down_proj": (i, d)}
-    norms = {"input_layernorm": d, "post_attention_layernorm": d}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
-    tensors: dict[str, Callable[[], Module | Array]] = {"model.norm.weight": partial(np.ones, d, np.float16)}
-    for name in ("model.embed_tokens.weight", *([] if config.tied else ["lm_head.weight"])):
-        tensors[name] = partial(scaled, (config.vocab, d), 0.02)
-    for layer in range(config.layers):
-        at = f"model.layers.{layer}"
-        tensors |= {f"{at}.{name}": partial(module, k, n) for name, (k, n) in sizes.items()}
-        tensors |= {f"{at}.{name}.weight": partial(np.ones, size, np.float16) for name, size in norms.items()}
-    return ModelFiles(Path("synthetic"), config, tensors, _no_tokenizer)
+    size = decoder.hidden
+    tensors: dict[str, Callable[[], Module | Array]] = {
+        f"{decoder.norm.name}.weight": partial(np.ones, size, np.float16)
+    }
+    for name in (decoder.embedding, *([] if decoder.tied else [decoder.head.name])):
+        tensors[f"{name}.weight"] = partial(scaled, (decoder.vocab, size), 0.02)
+    for layer in decoder.layers:
+        for linear in layer.linears:
+            tensors[f"{layer.name}.{linear.name}"] = partial(module, linear.k, linear.n)
+        for norm in layer.norms:
+            tensors[f"{layer.name}.{norm.name}.weight"] = partial(np.ones, norm.size, np.float16)
+    return ModelFiles(Path("synthetic"), decoder, tensors, _no_tokenizer)
 
 
 def _no_tokenizer() -> NoReturn:
@@ -145,24 +184,24 @@ def measure(
     """
     if name not in SHAPES:
         raise ValueError(f"model: expected one of {', '.join(SHAPES)}, got {name!r}")
-    config = SHAPES[name]
+    decoder = SHAPES[name]
     place = placement.resolve() if index is None else index
     with placement.use_device(place):
         host = place == HOST
-        ops: DecoderOps = NumpyOps(config) if host else CudaOps(config, place, np.dtype(np.float16))
+        ops: DecoderOps = NumpyOps(decoder) if host else CudaOps(decoder, place, np.dtype(np.float16))
         xp: Any = np
         if place != HOST:
             import cupy
 
             xp = cupy
-        model = build_model(synthetic(config, xp=xp), ops, progress)
-        return [_measure(name, config, model, batch, prompt_tokens, steps) for batch in batches]
+        model = build_model(synthetic(decoder, xp=xp), ops, progress)
+        return [_measure(name, decoder, model, batch, prompt_tokens, steps) for batch in batches]
 
 
-def _measure(name: str, config: ModelConfig, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
+def _measure(name: str, decoder: Decoder, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
     ops = model.ops
     cache = ops.make_cache(batch, prompt_tokens + steps + WARM_UP_STEPS)
-    prompt = np.random.default_rng(0).integers(0, config.vocab, prompt_tokens).tolist()
+    prompt = np.random.default_rng(0).integers(0, decoder.vocab, prompt_tokens).tolist()
     loop = ops.make_decode_loop(partial(model.step_logits, cache), cache, Sampling())
     times = []
     for warm_up in (True, False):
@@ -178,5 +217,6 @@ def _measure(name: str, config: ModelConfig, model: Model, batch: int, prompt_to
         for _ in range(steps):
             loop.step()
         seconds = (time.perf_counter() - began) / steps
-    read = model.weight_bytes + cache_bytes(config, batch, prompt_tokens + steps // 2, cache.k.dtype.itemsize)
+    itemsize = cache.layers[0].k.dtype.itemsize
+    read = model.weight_bytes + count_bytes(decoder.layers, batch, prompt_tokens + steps // 2, itemsize)
     return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)

@@ -123,7 +123,7 @@ def _tune(model: Model, ops: CudaOps, sequences: int, tries: int, progress: Call
     )
     best = search(step.timer, present, trials, report)
     found, before_us, after_us = compare(step.timer, present, best)
-    return TunedStep(sequences, len(model.layers), before_us, after_us, found)
+    return TunedStep(sequences, len(ops.config.layers), before_us, after_us, found)
 
 
 def search(
@@ -192,8 +192,9 @@ class Step:
         self._model = model
         context = min(CONTEXT, ops.config.context - 1)
         self._cache = ops.make_cache(sequences, context + 1)
-        values = np.random.default_rng(0).standard_normal(ops.config.head_dim, np.float32)
-        self._cache.k[...] = self._cache.v[...] = cupy.asarray(values.astype(self._cache.k.dtype))
+        for state in self._cache.layers:
+            values = np.random.default_rng(0).standard_normal(state.k.shape[-1], np.float32)
+            state.k[...] = state.v[...] = cupy.asarray(values.astype(state.k.dtype))
         self._cache.lengths[:] = context
         self._tokens = ops.prepare_tokens([0] * sequences)[:, None]
         self._stream, self._pool = ops.decode_stream
@@ -252,14 +253,10 @@ def _load(name: str, index: int) -> tuple[Model, CudaOps]:
 
 def first_layers(files: ModelFiles, count: int) -> ModelFiles:
     """Return a model that consists of the first ``count`` layers of a model, or of all if there are fewer."""
-    count = min(count, files.config.layers)
-    tensors = {name: read for name, read in files.tensors.items() if _layer_of(name) < count}
-    return replace(files, config=replace(files.config, layers=count), tensors=tensors)
-
-
-def _layer_of(tensor: str) -> int:
-    """Return the index of the layer that a tensor belongs to, or 0 for a tensor outside of the layers."""
-    return int(tensor.split(".")[2]) if tensor.startswith("model.layers.") else 0
+    first, others = files.config.layers[:count], files.config.layers[count:]
+    left_out = tuple(f"{layer.name}." for layer in others)
+    tensors = {name: read for name, read in files.tensors.items() if not name.startswith(left_out)}
+    return replace(files, config=replace(files.config, layers=first), tensors=tensors)
 
 
 def keep(step: TunedStep, index: int) -> Path:

@@ -24,9 +24,9 @@ import torch
 import transformers
 
 from cupy_awq import llm
-from cupy_awq.llm.config import MODEL_TYPES
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.families import FAMILIES
 
 TOKENS, VOCAB = 60, 96
 TOLERANCE = 2e-4
@@ -70,7 +70,7 @@ def draw_config(rng: random.Random) -> dict[str, Any]:
     kv_heads = rng.choice([1, 2, 3])
     heads = kv_heads * rng.choice([1, 2, 4])
     table: dict[str, Any] = {
-        "model_type": rng.choice(MODEL_TYPES),
+        "model_type": rng.choice(list(FAMILIES)),
         "hidden_size": heads * rng.choice([8, 16]),
         "intermediate_size": rng.choice([24, 40]),
         "num_hidden_layers": rng.choice([1, 2]),

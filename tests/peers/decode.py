@@ -24,15 +24,15 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from cupy_awq.llm.decoder.kv_cache import KvCache, cache_bytes
 
 from cupy_awq.check import Array
-from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.states import Cache, count_bytes
 from cupy_awq.ops import gemm_launch
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import launch, placement
@@ -54,17 +54,12 @@ PARTS = ("qkv", "attention", "o", "gate_up", "down")
 """The kernels of a layer."""
 
 
-def part_of(plan: LaunchPlan, config: ModelConfig) -> str | None:
+def part_of(plan: LaunchPlan, decoder: Decoder) -> str | None:
     """Return the element of PARTS that a launch computes, or None for other kernels."""
     if plan.kernel.entry.startswith("decode_attention"):
         return "attention"
-    hidden, wide = config.hidden, config.q_width
-    sizes = {
-        (wide + 2 * config.kv_width, hidden): "qkv",
-        (hidden, wide): "o",
-        (2 * config.intermediate, hidden): "gate_up",
-        (hidden, config.intermediate): "down",
-    }
+    sites = decoder.layers[0].sites
+    sizes = {(sum(linear.n for linear in site.linears), site.linears[0].k): site.name for site in sites}
     return sizes.get(tuple(map(int, plan.scalars[1:3]))) if plan.kernel.entry.startswith("gemm_sm90") else None
 
 
@@ -79,10 +74,10 @@ class NoLaunch:
         pass
 
 
-def compile_all(config: ModelConfig, index: int, batches: list[int]) -> None:
+def compile_all(decoder: Decoder, index: int, batches: list[int]) -> None:
     """Compile the kernels of all decode steps with one thread per core."""
     kernels: dict[Kernel, None] = {}
-    model = make_model(replace(config, layers=2), index)
+    model = make_model(replace(decoder, layers=decoder.layers[:FEW_LAYERS]), index)
     record = functools.partial(NoLaunch, kernels)
     with mock.patch.object(launch, "get_launcher", record), mock.patch.object(gemm_launch, "get_launcher", record):
         for batch in batches:
@@ -92,11 +87,11 @@ def compile_all(config: ModelConfig, index: int, batches: list[int]) -> None:
         list(pool.map(compiler.build, kernels))
 
 
-def make_model(config: ModelConfig, index: int) -> Model:
+def make_model(decoder: Decoder, index: int) -> Model:
     """Return a model of random weights."""
     import cupy
 
-    return build_model(synthetic(config, xp=cupy), CudaOps(config, index, np.dtype(np.float16)))
+    return build_model(synthetic(decoder, xp=cupy), CudaOps(decoder, index, np.dtype(np.float16)))
 
 
 @contextmanager
@@ -111,7 +106,7 @@ def without(ops: CudaOps, part: str | None) -> Iterator[None]:
         yield
 
 
-def step_us(model: Model, cache: KvCache) -> float:
+def step_us(model: Model, cache: Cache) -> float:
     """Return the time of a decode step, which is a CUDA graph, in microseconds."""
     import cupy
 
@@ -171,26 +166,27 @@ def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list
     "roofline" (its fraction) and, for the batch sizes ``parts``, the time that a layer takes less without each element
     of PARTS.
     """
-    config = SHAPES[name]
-    compile_all(config, index, batches)
+    decoder = SHAPES[name]
+    compile_all(decoder, index, batches)
     print(f"{name}: compiled", flush=True)
-    whole = make_model(config, index)
-    few = replace(whole, layers=whole.layers[:FEW_LAYERS])
-    rows = []
+    few, whole = (make_model(replace(decoder, layers=decoder.layers[:n]), index) for n in (FEW_LAYERS, None))
+    rows, layers = [], len(decoder.layers)
     for batch in batches:
         cache = whole.ops.make_cache(batch, CONTEXT + 2 + (REPEATS + 1) * STEPS)
-        fill(cache.k)
-        fill(cache.v)
+        for state in cache.layers:
+            fill(state.k)
+            fill(state.v)
 
-        def layer_and_step(part: str | None = None, cache: KvCache = cache) -> tuple[float, float]:
+        def layer_and_step(part: str | None = None, cache: Cache = cache) -> tuple[float, float]:
+            assert isinstance(few.ops, CudaOps)
             assert isinstance(whole.ops, CudaOps)
-            with without(whole.ops, part):
+            with without(few.ops, part), without(whole.ops, part):
                 short, step = (step_us(model, cache) for model in (few, whole))
-            return (step - short) / (config.layers - FEW_LAYERS), step
+            return (step - short) / (layers - FEW_LAYERS), step
 
         layer, step = layer_and_step()
-        read = whole.weight_bytes + cache_bytes(config, batch, CONTEXT + STEPS * REPEATS // 2, 2)
-        others = step - config.layers * layer
+        read = whole.weight_bytes + count_bytes(decoder.layers, batch, CONTEXT + STEPS * REPEATS // 2, 2)
+        others = step - layers * layer
         row: dict[str, Any] = {"model": name, "batch": batch, "layer": layer, "others": others, "step": step}
         row |= {"tokens/s": batch / step * 1e6, "roofline": read / READ_GBS / 1e3 / step}
         if batch in parts:

@@ -84,7 +84,8 @@ def write(
     """Write a checkpoint as a GGUF file.
 
     Hugging Face names become GGUF names; other names are kept. The rows of q and k are interleaved if the architecture
-    in ``metadata`` requires it (`names.Names.permuted`). Modules are converted one by one. No partial file remains after an error.
+    in ``metadata`` requires it (`names.Names.permuted`). Modules are converted one by one. No partial file remains
+    after an error.
 
     Args:
         path: the path of the file, which is replaced if it exists.
@@ -132,7 +133,9 @@ def _plan_entries(path: Path, contents: Contents, metadata: Metadata) -> Iterato
     for name, sources in experts.items():
         stored = [sources.get(expert, "") for expert in range(len(sources))]
         if "" in stored:
-            raise ValueError(f"{name:.200}: expected experts 0 to {len(stored) - 1}, got none number {stored.index('')}")
+            raise ValueError(
+                f"{name:.200}: expected experts 0 to {len(stored) - 1}, got none number {stored.index('')}"
+            )
         if len({forms[source] for source in stored}) > 1:
             raise ValueError(f"{name:.200}: expected experts of one type and shape, got several")
         kind, shape = forms[stored[0]]

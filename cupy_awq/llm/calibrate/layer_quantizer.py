@@ -15,11 +15,10 @@ from cupy_awq import reference
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.llm.calibrate.layer_tuning import STEPS, tune_layer
-from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.decoder.backend import Projection, ResidualStream
-from cupy_awq.llm.decoder.kv_cache import KvCache
-from cupy_awq.llm.decoder.model import Layer
+from cupy_awq.llm.decoder.description import LayerSpec, LinearSpec, NormSpec
+from cupy_awq.llm.decoder.forward import LayerWeights, Norm, Operation, Projection, list_operations
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.files.model_files import DenseLinear, ModelFiles
 from cupy_awq.packing import namespace, to_host
 from cupy_awq.quantization import (
@@ -34,12 +33,6 @@ from cupy_awq.quantization import (
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 from cupy_awq.weight import PackedWeight
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
-SITES = {"qkv": QKV, "o": (ATTENTION_OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
-"""The names of the linear layers that share an input, for each of the four such inputs (sites) of a decoder layer."""
-ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
-HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 CHECKED_SEQUENCES = 2
 """The number of calibration sequences on which the output error of a decoder layer is measured."""
 
@@ -50,8 +43,8 @@ class QuantizedLayer:
 
     Attributes:
         index: the index of the layer in the model.
-        linears: the linear layers by name, such as "mlp.up_proj". Layers that are not quantized are dense.
-        norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
+        linears: the linear layers by name (`LinearSpec.name`). Layers that are not quantized are dense.
+        norms: the RMSNorm weights by name (`NormSpec.name`), in their stored dtype, with the channel scales folded in.
         errors: by name of the linear layer, two relative squared errors |x (W_q - W)|^2 / |x W|^2 on the calibration
             tokens x: that of W_q rounded to nearest, and that of W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
@@ -124,29 +117,29 @@ def quantize_layers(
     """
     if not any(map(len, sequences)):
         raise ValueError("sequences: expected at least one token, got none")
-    config = files.config
-    one_layer = dataclasses.replace(config, layers=1)
-    ops = NumpyOps(one_layer, expand_weights=True, xp=xp)
-    table = ops.prepare_tensor(files.read_tensor("model.embed_tokens.weight", (config.vocab, config.hidden)))
-    hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]).h for ids in sequences if len(ids)]
+    decoder = files.config
+    ops = NumpyOps(decoder, expand_weights=True, xp=xp)
+    table = ops.prepare_tensor(files.read_tensor(f"{decoder.embedding}.weight", (decoder.vocab, decoder.hidden)))
+    hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]) for ids in sequences if len(ids)]
     tuned = hidden[:STEPS] if tunes else []  # the hidden states in the quantized model
-    cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
     done = iter(finished)
-    for index in range(config.layers):
+    for index, layer in enumerate(decoder.layers):
         on_step("read")
-        weights = _read(files, index, xp)
+        weights = _read(files, layer, xp)
+        ops = NumpyOps(dataclasses.replace(decoder, layers=(layer,)), expand_weights=True, xp=xp)
+        cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
         if (earlier := next(done, None)) is not None:
             on_step("run")
             _advance(ops, weights, hidden, cache, {})
             _advance(ops, _restore(earlier, xp), tuned, cache, {})
             continue
-        sites = _list_quantized(f"model.layers.{index}", ignore)
+        sites = _list_quantized(layer, ignore)
         try:
-            layer = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
+            result = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
         except ValueError as error:  # MomentSum.add does not know the layer
-            raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
+            raise ValueError(f"{files.path}: {layer.name}: {error}") from None
         del weights  # free the memory before the next layer is read
-        yield layer
+        yield result
 
 
 def _quantize_layer(
@@ -155,32 +148,33 @@ def _quantize_layer(
     weights: _Weights,
     hidden: list[Array],
     tuned: list[Array],
-    cache: KvCache,
+    cache: Cache,
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
     on_step: Callable[[str], None],
     *,
     scales: bool,
 ) -> QuantizedLayer:
-    """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer.
+    """Quantize the layer of ``ops`` and replace each sequence's hidden states by the output of the original layer.
 
     ``tuned`` holds hidden states in the quantized model, which are replaced by the output of the quantized layer; the
     list is empty without tuning.
     """
+    (layer,) = ops.config.layers
     checked = hidden[:CHECKED_SEQUENCES]
     on_step("calibrate")
     moments = _calibrate(ops, weights, hidden, cache)
     folded, folded_moments, found = weights, moments, _Scales({}, {})
     if scales:
         on_step("search scales")
-        folded, folded_moments, found = _fold(ops.config, weights, moments, recipe, sites)
+        folded, folded_moments, found = _fold(layer, weights, moments, recipe, sites)
     on_step("quantize")
     quantized = _quantize(folded, folded_moments, recipe, sites)
     del folded_moments  # with scales, as large as `moments`, which is needed below: free them before weights are copied
-    dtype = weights.norms[ATTENTION_NORM].dtype
+    dtype = weights.norms[layer.mixer_norm.name].dtype
     if tuned:
         on_step("tune")
-        quantized = tune_layer(ops.config, folded.linears, folded.norms, quantized, tuned, hidden, cache)
+        quantized = tune_layer(layer, folded.linears, folded.norms, quantized, tuned, hidden, cache)
         _advance(ops, _dequantize(folded, quantized, dtype), tuned, cache, {})
     nearest = _quantize(weights, {}, recipe, sites)
     on_step("compare errors")
@@ -192,35 +186,36 @@ def _quantize_layer(
         index,
         {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
         {name: to_host(a) for name, a in folded.norms.items()},
-        _compare_errors(weights, moments, quantized, nearest, found),
+        _compare_errors(layer, weights, moments, quantized, nearest, found),
         *moved,
     )
 
 
 def _advance(
-    ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: KvCache, sums: Mapping[str, MomentSum]
+    ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: Cache, sums: Mapping[str, MomentSum]
 ) -> None:
     """Replace each sequence's hidden states by the layer's output; add the inputs of its linear layers to ``sums``."""
-    layer = _build(ops, weights, sums)
+    operations = _build(ops, weights, sums)
     for i, h in enumerate(hidden):
-        hidden[i] = _run(ops, layer, h, cache)
+        hidden[i] = _run(ops, operations, h, cache)
 
 
-def _calibrate(ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: KvCache) -> dict[str, Moments]:
+def _calibrate(ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: Cache) -> dict[str, Moments]:
     """Replace each sequence's hidden states by the layer's output; return the moments of all inputs by site."""
-    sums = {site: MomentSum() for site in SITES}
+    (layer,) = ops.config.layers
+    sums = {site.name: MomentSum() for site in layer.sites}
     _advance(ops, weights, hidden, cache, sums)
     return {site: total.mean() for site, total in sums.items()}
 
 
 def _output_error(
-    ops: NumpyOps, weights: _Weights, inputs: Sequence[Array], outputs: Sequence[Array], cache: KvCache
+    ops: NumpyOps, weights: _Weights, inputs: Sequence[Array], outputs: Sequence[Array], cache: Cache
 ) -> float:
     """Return |f_q(h) - y| / |y - h| of the layer f_q with these weights, for the inputs h and original outputs y."""
-    layer = _build(ops, weights, {})
+    operations = _build(ops, weights, {})
     moved = total = 0.0
     for h, y in zip(inputs, outputs, strict=False):
-        moved += _sum_squares(_run(ops, layer, h, cache) - y)
+        moved += _sum_squares(_run(ops, operations, h, cache) - y)
         total += _sum_squares(y - h)
     return float((moved / max(total, 1e-300)) ** 0.5)
 
@@ -231,45 +226,45 @@ def _sum_squares(a: Array) -> float:
     return float(to_host(columns).sum())  # CuPy compiles a sum of all elements for several seconds
 
 
-def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
-    """Return the dense weights of layer ``index``. Raises ValueError if a linear layer is already quantized."""
-    config, at = files.config, f"model.layers.{index}"
-    sizes = dict.fromkeys(QKV, (config.hidden, config.kv_width)) | {QKV[0]: (config.hidden, config.q_width)}
-    sizes |= dict.fromkeys((GATE, UP), (config.hidden, config.intermediate))
-    sizes |= {ATTENTION_OUT: (config.q_width, config.hidden), DOWN: (config.intermediate, config.hidden)}
+def _read(files: ModelFiles, layer: LayerSpec, xp: Any) -> _Weights:
+    """Return the dense weights of a layer. Raises ValueError if a linear layer is already quantized."""
     linears = {}
-    for name, (k, n) in sizes.items():
-        part = files.read_linear(f"{at}.{name}", k, n)
+    for linear in layer.linears:
+        part = files.read_linear(linear, layer.name)
         if isinstance(part, Module):
-            raise ValueError(f"{files.path}: {at}.{name}: expected a dense layer, got a quantized one")
+            raise ValueError(f"{files.path}: {layer.name}.{linear.name}: expected a dense layer, got a quantized one")
         bias = None if part.bias is None else xp.asarray(part.bias)
-        linears[name] = xp.asarray(part.weight).astype(np.float32), bias
-    norms = {name: files.read_tensor(f"{at}.{name}", (config.hidden,)) for name in (ATTENTION_NORM, MLP_NORM)}
-    if config.qk_norm:
-        norms |= {name: files.read_tensor(f"{at}.{name}", (config.head_dim,)) for name in HEAD_NORMS}
-    return _Weights(linears, {name: xp.asarray(a) for name, a in norms.items()})
+        linears[linear.name] = xp.asarray(part.weight).astype(np.float32), bias
+    return _Weights(linears, {norm.name: xp.asarray(files.read_norm(norm, layer.name)) for norm in layer.norms})
 
 
-def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
-    """Return a layer to run with `_run`, which adds the inputs of the linear layers to ``sums``, by site."""
-    norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
+class _DenseWeights(LayerWeights):
+    """The dense weights of a layer, whose projections add their inputs to the sum of their site in ``sums``, if any."""
 
-    def project(site: str) -> Projection:
-        parts = [DenseLinear(*weights.linears[name]) for name in SITES[site]]
-        projection = ops.make_projection(parts, gated=site == "gate_up")
-        return _record(projection, sums[site].add) if site in sums else projection
+    def __init__(self, ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> None:
+        (layer,) = ops.config.layers
+        self._ops, self._weights = ops, weights
+        self._sums = {site.linears: sums[site.name] for site in layer.sites if site.name in sums}
 
-    q_norm, k_norm = (norms.get(name) for name in HEAD_NORMS)
-    return Layer(
-        norms[ATTENTION_NORM],
-        project("qkv"),
-        q_norm,
-        k_norm,
-        project("o"),
-        norms[MLP_NORM],
-        project("gate_up"),
-        project("down"),
-    )
+    def norm(self, spec: NormSpec) -> Norm:
+        return Norm(self._ops.prepare_tensor(self._weights.norms[spec.name]), spec.eps)
+
+    def project(self, *linears: LinearSpec, **options: Any) -> Projection:
+        parts = [DenseLinear(*self._weights.linears[linear.name]) for linear in linears]
+        projection = self._ops.make_projection(parts, **options)
+        return _record(projection, self._sums[linears].add) if linears in self._sums else projection
+
+    def order(self, linear: LinearSpec) -> None:
+        return None
+
+    def column_order(self, linear: LinearSpec) -> None:
+        return None
+
+
+def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> list[Operation]:
+    """Return the operations of the layer, which add the inputs of the linear layers to ``sums``, by site."""
+    (layer,) = ops.config.layers
+    return list(list_operations(layer, 0, _DenseWeights(ops, weights, sums)))
 
 
 def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
@@ -282,14 +277,10 @@ def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
     return project
 
 
-def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
+def _run(ops: NumpyOps, operations: Sequence[Operation], h: Array, cache: Cache) -> Array:
     """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
     cache.lengths[:] = 0
-    stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
-    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0, None)
-    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
-    stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
-    return ops.project_and_add(stream, activated, layer.down, None, None).h
+    return ops.run(operations, h.copy(), cache)[0]
 
 
 class _Scales(NamedTuple):
@@ -306,46 +297,49 @@ class _Scales(NamedTuple):
         return result * self.rows[name][:, None] if name in self.rows else result
 
 
-def _list_quantized(layer: str, ignore: str | None) -> dict[str, list[str]]:
+def _list_quantized(layer: LayerSpec, ignore: str | None) -> dict[str, list[str]]:
     """Return the names of the linear layers to quantize, by site; a site without such layers is omitted."""
     names = {
-        site: [name for name in names if ignore is None or not re.search(ignore, f"{layer}.{name}")]
-        for site, names in SITES.items()
+        site.name: [
+            linear.name
+            for linear in site.linears
+            if ignore is None or not re.search(ignore, f"{layer.name}.{linear.name}")
+        ]
+        for site in layer.sites
     }
     return {site: found for site, found in names.items() if found}
 
 
 def _fold(
-    config: ModelConfig,
+    layer: LayerSpec,
     weights: _Weights,
     moments: Mapping[str, Moments],
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
 ) -> tuple[_Weights, dict[str, Moments], _Scales]:
     """Search and fold AWQ's channel scales; return the new weights, the moments of the scaled inputs, the scales."""
-    tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
+    attention, scaled = layer.mixer, [site for site in layer.sites if site.name in sites]
+    tied = attention.kv_heads, attention.heads // attention.kv_heads, attention.head_dim
     columns = {
-        site: search_channel_scales(
-            [weights.linears[name][0] for name in names],
-            moments[site].regularize(recipe.shrinkage, recipe.damping),
+        site.name: search_channel_scales(
+            [weights.linears[name][0] for name in sites[site.name]],
+            moments[site.name].regularize(recipe.shrinkage, recipe.damping),
             group_size=recipe.group_size,
             scale_dtype=recipe.scale_dtype,
             symmetric=recipe.symmetric,
-            tied=tied if site == "o" else None,
+            tied=tied if site.source == attention.v else None,
         ).t
-        for site, names in sites.items()
+        for site in scaled
     }
     norms, linears, rows = dict(weights.norms), dict(weights.linears), {}
-    for site, norm in (("qkv", ATTENTION_NORM), ("gate_up", MLP_NORM)):
-        if site in columns:
-            norms[norm], columns[site] = folding.divide_norm(norms[norm], columns[site], norms[norm].dtype)
-    for site, t in columns.items():
-        for name in SITES[site]:
-            linears[name] = folding.scale_columns(linears[name][0], t), linears[name][1]
-    if "o" in columns:
-        rows[QKV[2]] = folding.value_scales(columns["o"], tied)
-    if "down" in columns:
-        rows[UP] = columns["down"]
+    for site in scaled:
+        source, t = site.source.name, columns[site.name]
+        if isinstance(site.source, NormSpec):
+            norms[source], columns[site.name] = folding.divide_norm(norms[source], t, norms[source].dtype)
+        else:
+            rows[source] = folding.value_scales(t, tied) if site.source == attention.v else t
+        for name in (linear.name for linear in site.linears):
+            linears[name] = folding.scale_columns(linears[name][0], columns[site.name]), linears[name][1]
     for name, t in rows.items():
         linears[name] = folding.divide_rows(*linears[name], t)
     folded = {site: moments[site].rescale(t) for site, t in columns.items()}
@@ -391,6 +385,7 @@ def _restore(layer: QuantizedLayer, xp: Any) -> _Weights:
 
 
 def _compare_errors(
+    layer: LayerSpec,
     original: _Weights,
     moments: Mapping[str, Moments],
     quantized: Mapping[str, QuantizedRows],
@@ -399,11 +394,11 @@ def _compare_errors(
 ) -> dict[str, tuple[float, float]]:
     """Return `QuantizedLayer.errors`, computed from the weights and inputs of the original model."""
     errors = {}
-    for site, names in SITES.items():
-        second = moments[site].second
-        for name in (name for name in names if name in quantized):
+    for site in layer.sites:
+        second = moments[site.name].second
+        for name in (linear.name for linear in site.linears if linear.name in quantized):
             w = original.linears[name][0]
-            candidates = nearest[name].dequantize(), scales.unfold(site, name, quantized[name].dequantize())
+            candidates = nearest[name].dequantize(), scales.unfold(site.name, name, quantized[name].dequantize())
             energy = max(output_error(w, second), 1e-300)
             nearest_error, error = (output_error(candidate - w, second) / energy for candidate in candidates)
             errors[name] = nearest_error, error

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.decoder.kv_cache import KvCache
+from cupy_awq.llm.decoder.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
+from cupy_awq.llm.decoder.rope import Rope
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import LIMITS, QuantizedRows, make_grid
 
@@ -33,13 +34,13 @@ Backward = Callable[[Array], Array]
 
 
 def tune_layer(
-    config: ModelConfig,
+    spec: LayerSpec,
     linears: Mapping[str, tuple[Array, Array | None]],
     norms: Mapping[str, Array],
     quantized: Mapping[str, QuantizedRows],
     inputs: Sequence[Array],
     outputs: Sequence[Array],
-    cache: KvCache,
+    cache: Cache,
 ) -> dict[str, QuantizedRows]:
     """Tune the scales and codes of a decoder layer by Adam and return its quantized weights.
 
@@ -47,19 +48,19 @@ def tune_layer(
     layer. The value of a code before rounding gets the gradient of the code (straight-through estimator).
 
     Args:
-        config: the configuration of the model.
+        spec: the description of the layer.
         linears: (weight float32 [N, K], bias [N] or None) of all linear layers, by name.
         norms: the RMSNorm weights, by name.
         quantized: the quantized weights that replace those of ``linears``, by name; they are not modified.
         inputs: the inputs h of the quantized layer f_q for each sequence, float32 [1, S, hidden].
         outputs: the outputs y of the original layer, float32 [1, S, hidden].
-        cache: a KV cache with the RoPE factors of at least S positions.
+        cache: a cache with the rotations of at least S positions.
     """
     if not quantized:
         return {}
     xp = namespace(inputs[0])
     tuned = {name: _TunedLinear(linears[name][0], rows) for name, rows in quantized.items()}
-    layer = _Layer(config, linears, norms, tuned, cache)
+    layer = _Layer(spec, linears, norms, tuned, cache)
     for step in range(STEPS):
         h, y = inputs[step % len(inputs)][0], outputs[step % len(inputs)][0]
         difference, backward = layer.run(h)
@@ -151,68 +152,80 @@ class _Layer:
     Each method runs an operation on the tokens of one sequence and returns the output and the backward function.
 
     Args:
-        config: the configuration of the model.
+        spec: the description of the layer.
         linears: (weight float32 [N, K], bias [N] or None) of all linear layers, by name.
         norms: the RMSNorm weights, by name.
         tuned: the weights that replace those of ``linears``, by name; the backward pass sets their gradients.
-        cache: a KV cache, for its RoPE factors.
+        cache: a cache, for its rotations.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: LayerSpec,
         linears: Mapping[str, tuple[Array, Array | None]],
         norms: Mapping[str, Array],
         tuned: Mapping[str, _TunedLinear],
-        cache: KvCache,
+        cache: Cache,
     ) -> None:
-        self._config, self._linears, self._norms, self._tuned, self._cache = config, linears, norms, tuned, cache
+        self._spec, self._linears, self._norms, self._tuned, self._cache = spec, linears, norms, tuned, cache
 
     def run(self, h: Array) -> tuple[Array, Backward]:
-        """Run the layer on the hidden states h [S, hidden]."""
-        attended, attention_back = self._attention(h)
-        h = h + attended
-        normed, norm_back = self._rms_norm("post_attention_layernorm", h)
-        gate, gate_back = self._linear("mlp.gate_proj", normed)
-        up, up_back = self._linear("mlp.up_proj", normed)
+        """Run the layer on the hidden states h [S, hidden].
+
+        The backward function returns the gradient of the normalized h, since the gradient of h is not needed.
+        """
+        normed, _ = self._rms_norm(self._spec.mixer_norm, h)
+        mixed, mixer_back = self._attention(self._spec.mixer, normed)
+        h = h + mixed
+        normed, norm_back = self._rms_norm(self._spec.feed_forward_norm, h)
+        y, feed_forward_back = self._mlp(self._spec.feed_forward, normed)
+
+        def backward(dy: Array) -> Array:
+            return mixer_back(dy + norm_back(feed_forward_back(dy)))
+
+        return h + y, backward
+
+    def _mlp(self, spec: Mlp, x: Array) -> tuple[Array, Backward]:
+        gate, gate_back = self._linear(spec.gate, x)
+        up, up_back = self._linear(spec.up, x)
         with np.errstate(over="ignore"):  # if exp(-gate) overflows to inf, the result is 0, the correct limit
             sigmoid = np.float32(1) / (np.float32(1) + np.exp(-gate))
         silu = gate * sigmoid
-        y, down_back = self._linear("mlp.down_proj", silu * up)
+        y, down_back = self._linear(spec.down, silu * up)
 
         def backward(dy: Array) -> Array:
             d = down_back(dy)
             slope = sigmoid * (np.float32(1) + gate - silu)  # the derivative of silu
-            d_normed = gate_back(d * up * slope) + up_back(d * silu)
-            return attention_back(dy + norm_back(d_normed))
+            return gate_back(d * up * slope) + up_back(d * silu)
 
-        return h + y, backward
+        return y, backward
 
-    def _attention(self, h: Array) -> tuple[Array, Backward]:
-        """Run the attention with its RMSNorm and projections on the hidden states h [S, hidden].
-
-        The backward function returns the gradient of the normalized h, since the gradient of h is not needed.
-        """
-        config, s = self._config, len(h)
-        normed, _ = self._rms_norm("input_layernorm", h)
+    def _attention(self, spec: Attention, x: Array) -> tuple[Array, Backward]:
+        """Run the attention with its projections on x [S, hidden]."""
+        s = len(x)
         heads, backs = [], []
-        for name in "qkv":
-            flat, back = self._linear(f"self_attn.{name}_proj", normed)
-            heads.append(flat.reshape(s, -1, config.head_dim).swapaxes(0, 1))  # [heads, S, head_dim]
+        for linear, norm, rope in (
+            (spec.q, spec.q_norm, spec.rope),
+            (spec.k, spec.k_norm, spec.rope),
+            (spec.v, None, None),
+        ):
+            flat, back = self._linear(linear, x)
+            heads.append(_split(flat, spec.head_dim))
             steps = [back]
-            if name != "v" and config.qk_norm:
-                heads[-1], back = self._rms_norm(f"self_attn.{name}_norm", heads[-1])
+            if norm is not None:
+                heads[-1], back = self._rms_norm(norm, heads[-1])
                 steps.append(back)
-            if name != "v":
-                heads[-1], back = self._rotate(heads[-1])
+            if rope is not None:
+                heads[-1], back = self._rotate(rope, heads[-1])
                 steps.append(back)
             backs.append(steps)
         mixed, mix_back = _attend(*heads)
-        y, out_back = self._linear("self_attn.o_proj", mixed.swapaxes(0, 1).reshape(s, -1))
+        y, out_back = self._linear(spec.o, mixed.swapaxes(0, 1).reshape(s, -1))
 
         def backward(dy: Array) -> Array:
             total = 0
-            for d, (project_back, *head_backs) in zip(mix_back(_split(out_back(dy), config)), backs, strict=True):
+            gradients = mix_back(_split(out_back(dy), spec.head_dim))
+            for d, (project_back, *head_backs) in zip(gradients, backs, strict=True):
                 for back in reversed(head_backs):
                     d = back(d)
                 total = total + project_back(d.swapaxes(0, 1).reshape(s, -1))
@@ -220,8 +233,8 @@ class _Layer:
 
         return y, backward
 
-    def _linear(self, name: str, x: Array) -> tuple[Array, Backward]:
-        (w, bias), tuned = self._linears[name], self._tuned.get(name)
+    def _linear(self, spec: LinearSpec, x: Array) -> tuple[Array, Backward]:
+        (w, bias), tuned = self._linears[spec.name], self._tuned.get(spec.name)
         if tuned is not None:
             w = tuned.weight
         y = x @ w.T
@@ -236,9 +249,9 @@ class _Layer:
 
         return y, backward
 
-    def _rms_norm(self, name: str, x: Array) -> tuple[Array, Backward]:
-        weight = self._norms[f"{name}.weight"].astype(np.float32)
-        scale = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(self._config.eps))
+    def _rms_norm(self, spec: NormSpec, x: Array) -> tuple[Array, Backward]:
+        weight = self._norms[spec.name].astype(np.float32)
+        scale = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(spec.eps))
         normed = x * scale
 
         def backward(dy: Array) -> Array:
@@ -248,8 +261,8 @@ class _Layer:
 
         return normed * weight, backward
 
-    def _rotate(self, x: Array) -> tuple[Array, Backward]:
-        cos, sin = self._cache.cos[: x.shape[1]], self._cache.sin[: x.shape[1]]
+    def _rotate(self, rope: Rope, x: Array) -> tuple[Array, Backward]:
+        cos, sin = (table[: x.shape[1]] for table in self._cache.rotations[rope])
         return _rotate(x, cos, sin), lambda dy: _rotate(dy, cos, -sin)
 
 
@@ -259,9 +272,9 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _split(x: Array, config: ModelConfig) -> Array:
+def _split(x: Array, head_dim: int) -> Array:
     """Return x [S, heads * head_dim] as [heads, S, head_dim]."""
-    result: Array = x.reshape(len(x), -1, config.head_dim).swapaxes(0, 1)
+    result: Array = x.reshape(len(x), -1, head_dim).swapaxes(0, 1)
     return result
 
 

@@ -24,9 +24,9 @@ from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.format import Pending
 from cupy_awq.checkpoint.write import copy_model_files
-from cupy_awq.llm.calibrate.layer_quantizer import SITES, QuantizedLayer, quantize_layers
+from cupy_awq.llm.calibrate.layer_quantizer import QuantizedLayer, quantize_layers
 from cupy_awq.llm.calibrate.quantization_report import Report, peak_memory
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decoder.description import Decoder, LayerSpec
 from cupy_awq.llm.files import hugging_face
 from cupy_awq.llm.files.model_files import DenseLinear
 from cupy_awq.llm.files.readers import load
@@ -47,8 +47,6 @@ Each is (whether to search channel scales, whether to tune each layer, keyword a
 """
 NEEDED_TOKENS = 4096
 """The smallest number of calibration tokens, unless ``samples * sequence_length`` is smaller."""
-LINEARS = [name for names in SITES.values() for name in names]
-"""The names of a decoder layer's linear layers."""
 SETTINGS = "settings.json"
 """The name of the file that records the model and the settings in a folder of unfinished work."""
 
@@ -121,13 +119,16 @@ def quantize(
     contents = checkpoint.read(source)
     if contents.specs:
         raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
+    first = _name_first(files.config)
+    if first not in contents:
+        raise ValueError(f"{source}: expected a text model with {first}, got one whose tensors have other prefixes")
     check_group_size(files.config, group_size)
     tokenizer = files.load_tokenizer()
     sequences = cut_sequences(tokenizer, texts, samples, min(sequence_length, files.config.context))
     if evaluate is not None and (count := len(tokenizer.encode(evaluate))) < 2:
         raise ValueError(f"evaluate: expected a text of at least 2 tokens, got {count}")
     has_scales, is_tuned, fields = METHODS[method]
-    dtype = contents.dense_form("model.layers.0.self_attn.q_proj.weight")[1]
+    dtype = contents.dense_form(first)[1]
     scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
     recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype, **fields)
     partial_folder = target.with_name(target.name + ".partial")
@@ -139,7 +140,7 @@ def quantize(
         "sequences": [len(sequences), sum(map(sum, sequences))],
     }
     reports = _open_partial(partial_folder, settings, resume)
-    total = files.config.layers
+    total = len(files.config.layers)
     if progress is not None:
         progress(len(reports), total, None)
     if len(reports) < total:
@@ -152,7 +153,7 @@ def quantize(
                 scales=has_scales,
                 tunes=is_tuned,
                 ignore=ignore,
-                finished=(_load_layer(partial_folder, report) for report in [*reports]),
+                finished=(_load_layer(partial_folder, r, files.config.layers[i]) for i, r in enumerate([*reports])),
                 xp=xp,
                 on_step=on_step,
             ):
@@ -164,7 +165,7 @@ def quantize(
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
     copy_model_files(source, built)
-    checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
+    checkpoint.save(built, _merge(contents, partial_folder, files.config.layers, recipe), format_name)
     seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
     perplexities = {}
     if evaluate is not None:
@@ -198,6 +199,12 @@ def quantize(
     return report
 
 
+def _name_first(decoder: Decoder) -> str:
+    """Return the name of the weight of the first linear layer."""
+    layer = decoder.layers[0]
+    return f"{layer.name}.{layer.linears[0].name}.weight"
+
+
 def _perplexity(folder: Path, text: str, index: int) -> float:
     """Return the perplexity of a text for the model in a folder."""
     return load(folder, device="cpu" if index == check.HOST else index).score(text).perplexity
@@ -211,9 +218,9 @@ def check_pattern(pattern: str | None) -> None:
         raise ValueError(f"ignore: expected a regular expression, got {pattern!r:.80}: {error}") from None
 
 
-def check_group_size(config: ModelConfig, group_size: int) -> None:
+def check_group_size(decoder: Decoder, group_size: int) -> None:
     """Raise ValueError unless the group size divides the number of in features of every linear layer."""
-    sizes = config.hidden, config.q_width, config.intermediate
+    sizes = list(dict.fromkeys(site.linears[0].k for layer in decoder.layers for site in layer.sites))
     most = math.gcd(*sizes)
     if type(group_size) is not int or group_size < 1 or most % group_size:
         fitting = most & -most
@@ -276,7 +283,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 
 def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
-    tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
+    tensors = {f"norm/{name}.weight": a for name, a in layer.norms.items()}
     for name, linear in layer.linears.items():
         if isinstance(linear, DenseLinear):
             parts = {"weight": linear.weight, "bias": linear.bias}
@@ -296,15 +303,15 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     return report
 
 
-def _load_layer(folder: Path, report: Mapping[str, Any]) -> QuantizedLayer:
+def _load_layer(folder: Path, report: Mapping[str, Any], layer: LayerSpec) -> QuantizedLayer:
     """Return a finished layer that `_save_layer` wrote."""
     tensors = safetensors.read(folder / f"layer-{report['layer']:05}.safetensors")
     linears: dict[str, Module | DenseLinear] = {}
-    for name in LINEARS:
+    for name in (linear.name for linear in layer.linears):
         parts = _list_parts(tensors, name)
         is_dense = "weight" in parts
         linears[name] = DenseLinear(parts["weight"], parts.get("bias")) if is_dense else _module(parts, symmetric=False)
-    norms = {name.removeprefix("norm/"): a for name, a in tensors.items() if name.startswith("norm/")}
+    norms = {norm.name: tensors[f"norm/{norm.name}.weight"] for norm in layer.norms}
     errors = report["errors"], report["output_error"], report["nearest_output_error"]
     return QuantizedLayer(report["layer"], linears, norms, *errors)
 
@@ -314,16 +321,16 @@ def _list_parts(tensors: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
 
 
-def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
+def _merge(contents: Contents, folder: Path, layers: Sequence[LayerSpec], recipe: Recipe) -> Contents:
     """Return the contents of the quantized model: the source's contents with quantized instead of dense layers.
 
     ``folder`` is the folder of unfinished work, which holds the quantized layers.
     """
     entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), folder) for name in contents}  # type: ignore[arg-type]
-    for index in range(layers):
-        file, at = folder / f"layer-{index:05}.safetensors", f"model.layers.{index}"
+    for index, layer in enumerate(layers):
+        file, at = folder / f"layer-{index:05}.safetensors", layer.name
         tensors = safetensors.read(file)
-        for name in LINEARS:
+        for name in (linear.name for linear in layer.linears):
             parts = _list_parts(tensors, name)
             if "weight" in parts:
                 entries |= {f"{at}.{name}.{part}": Tensor(a, file) for part, a in parts.items()}

@@ -20,7 +20,9 @@ import numpy as np
 
 from cupy_awq import atomic
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm import families
+from cupy_awq.llm.decoder.description import Decoder, LayerSpec, LinearSpec, NormSpec
+from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files import hugging_face
 from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
 from cupy_awq.packing import pack_int4
@@ -28,7 +30,8 @@ from cupy_awq.weight import PackedWeight
 
 MAGIC, VERSION, HEADER_BYTES = 0x616B3438, 5, 256
 HEADER = struct.Struct("<I8iB2i")
-THETA, EPS = 1e6, 1e-6
+FIXED = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+"""The values of config.json that the format does not store."""
 STOP_IDS = (151645, 151643)
 """The token ids of Qwen3's <|im_end|> and <|endoftext|>."""
 
@@ -39,20 +42,24 @@ class QuantizedEntry(NamedTuple):
     """An AWQ weight in the body of a file: qweight, qzeros and scales.
 
     Attributes:
-        name: the Hugging Face name; ``{}`` stands for the layer index.
-        k, n: the shape [K, N] of the weight.
+        linear: the linear layer.
+        layer: the prefix of its name, as for `ModelFiles.read_linear`.
     """
 
-    name: str
-    k: int
-    n: int
+    linear: LinearSpec
+    layer: str
+
+    @property
+    def name(self) -> str:
+        """The Hugging Face name."""
+        return f"{self.layer}.{self.linear.name}"
 
 
 class TensorEntry(NamedTuple):
     """A float16 tensor in the body of a file.
 
     Attributes:
-        name: the Hugging Face name; ``{}`` stands for the layer index.
+        name: the Hugging Face name.
         shape: the shape of the tensor.
     """
 
@@ -60,34 +67,34 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
-    """Return the body's entries in file order; one entry, with ``{}`` in its name, stands for those of all layers."""
-    d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
-    attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
-    head = [] if config.tied else [TensorEntry("lm_head.weight", (config.vocab, d))]
-    return [
-        TensorEntry("model.layers.{}.input_layernorm.weight", (d,)),
-        TensorEntry("model.layers.{}.post_attention_layernorm.weight", (d,)),
-        TensorEntry("model.norm.weight", (d,)),
-        TensorEntry("model.embed_tokens.weight", (config.vocab, d)),
-        QuantizedEntry(attention + "q_proj", d, wide),
-        QuantizedEntry(attention + "k_proj", d, narrow),
-        QuantizedEntry(attention + "v_proj", d, narrow),
-        QuantizedEntry(attention + "o_proj", wide, d),
-        QuantizedEntry(mlp + "gate_proj", d, i),
-        QuantizedEntry(mlp + "down_proj", i, d),
-        QuantizedEntry(mlp + "up_proj", d, i),
-        *head,
-        TensorEntry(attention + "q_norm.weight", (config.head_dim,)),
-        TensorEntry(attention + "k_norm.weight", (config.head_dim,)),
-    ]
+def _entries(decoder: Decoder) -> Iterator[QuantizedEntry | TensorEntry]:
+    """Yield all entries of the body in file order."""
 
+    def all_layers(
+        select: Callable[[LayerSpec], LinearSpec | NormSpec | None],
+    ) -> Iterator[QuantizedEntry | TensorEntry]:
+        for layer in decoder.layers:
+            part = select(layer)
+            if isinstance(part, LinearSpec):
+                yield QuantizedEntry(part, layer.name)
+            elif part is not None:
+                yield TensorEntry(f"{layer.name}.{part.name}.weight", (part.size,))
 
-def _entries(config: ModelConfig) -> Iterator[QuantizedEntry | TensorEntry]:
-    """Yield all entries of the body in file order, with the layer index inserted into their names."""
-    for kind in _kinds(config):
-        for layer in range(config.layers) if "{}" in kind.name else (0,):
-            yield kind._replace(name=kind.name.format(layer))
+    yield from all_layers(lambda layer: layer.mixer_norm)
+    yield from all_layers(lambda layer: layer.feed_forward_norm)
+    yield TensorEntry(f"{decoder.norm.name}.weight", (decoder.hidden,))
+    yield TensorEntry(f"{decoder.embedding}.weight", (decoder.vocab, decoder.hidden))
+    yield from all_layers(lambda layer: layer.mixer.q)
+    yield from all_layers(lambda layer: layer.mixer.k)
+    yield from all_layers(lambda layer: layer.mixer.v)
+    yield from all_layers(lambda layer: layer.mixer.o)
+    yield from all_layers(lambda layer: layer.feed_forward.gate)
+    yield from all_layers(lambda layer: layer.feed_forward.down)
+    yield from all_layers(lambda layer: layer.feed_forward.up)
+    if not decoder.tied:
+        yield TensorEntry(f"{decoder.head.name}.weight", (decoder.vocab, decoder.hidden))
+    yield from all_layers(lambda layer: layer.mixer.q_norm)
+    yield from all_layers(lambda layer: layer.mixer.k_norm)
 
 
 def read(path: Path) -> ModelFiles:
@@ -101,7 +108,7 @@ def read(path: Path) -> ModelFiles:
         size = os.fstat(file.fileno()).st_size
         if size < HEADER_BYTES:
             raise CheckpointError(f"{path}: expected a header of {HEADER_BYTES} bytes, got a file of {size}")
-        config, group_size = _header(file.read(HEADER.size), path)
+        decoder, group_size = _header(file.read(HEADER.size), path)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     tensors: dict[str, Callable[[], Module | Array]] = {}
     offset = HEADER_BYTES
@@ -111,52 +118,53 @@ def read(path: Path) -> ModelFiles:
         start, offset = offset, offset + math.prod(shape) * dtype.itemsize
         return lambda: np.ndarray(shape, dtype, mapped, start)
 
-    for entry in _entries(config):
+    for entry in _entries(decoder):
         if isinstance(entry, TensorEntry):
             tensors[entry.name] = view(entry.shape, FLOAT16)
         else:
-            groups, words = entry.k // group_size, entry.n // 8
-            parts = view((entry.k, words), INT32), view((groups, words), INT32), view((groups, entry.n), FLOAT16)
+            k, n = entry.linear.k, entry.linear.n
+            groups, words = k // group_size, n // 8
+            parts = view((k, words), INT32), view((groups, words), INT32), view((groups, n), FLOAT16)
             tensors[entry.name] = partial(_quantized, *parts)
     if offset != size:
         raise CheckpointError(f"{path}: expected {offset} bytes for the sizes in the header, got {size}")
-    return ModelFiles(path, config, tensors, partial(hugging_face.load_tokenizer, path.parent), STOP_IDS)
+    return ModelFiles(path, decoder, tensors, partial(hugging_face.load_tokenizer, path.parent), STOP_IDS)
 
 
-def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
-    """Parse a header into the configuration and the group size. Raises CheckpointError if the header is invalid."""
-    magic, version, *sizes, shared, head_dim, group_size = HEADER.unpack(data)
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "head_dim",
+)
+"""The names in config.json of the values of a header after magic and version, before the group size."""
+
+
+def _header(data: bytes, path: Path) -> tuple[Decoder, int]:
+    """Parse a header into the description and the group size. Raises CheckpointError if the header is invalid."""
+    magic, version, *sizes, group_size = HEADER.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise CheckpointError(f"{path}: expected magic {MAGIC:#x} and version {VERSION}, got {magic:#x} and {version}")
-    hidden, intermediate, layers, heads, kv_heads, vocab, context = sizes
-    if shared not in (0, 1):
-        raise CheckpointError(f"{path}: expected shared_classifier 0 or 1, got {shared}")
+    values = dict(zip(SIZES, sizes, strict=True))
+    if values["tie_word_embeddings"] not in (0, 1):
+        raise CheckpointError(f"{path}: expected shared_classifier 0 or 1, got {values['tie_word_embeddings']}")
+    values |= {"vocab_size": abs(values["vocab_size"]), "tie_word_embeddings": values["tie_word_embeddings"] == 1}
     try:
-        config = ModelConfig(
-            "qwen3",
-            hidden,
-            intermediate,
-            layers,
-            heads,
-            kv_heads,
-            head_dim,
-            abs(vocab),
-            context,
-            EPS,
-            THETA,
-            tied=shared == 1,
-            qk_norm=True,
-            biases=frozenset(),
-        )
+        decoder = families.describe(Table({**values, **FIXED}))
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    for kind in _kinds(config):
-        if isinstance(kind, QuantizedEntry) and (group_size < 1 or kind.k % group_size or kind.n % 8):
+    for linear in decoder.layers[0].linears:
+        if group_size < 1 or linear.k % group_size or linear.n % 8:
             raise CheckpointError(
-                f"{path}: {kind.name}: expected K a multiple of group_size={group_size} and N a multiple of 8,"
-                f" got K={kind.k}, N={kind.n}"
+                f"{path}: {linear.name}: expected K a multiple of group_size={group_size} and N a multiple of 8,"
+                f" got K={linear.k}, N={linear.n}"
             )
-    return config, group_size
+    return decoder, group_size
 
 
 def _quantized(qweight: Callable[[], Array], qzeros: Callable[[], Array], scales: Callable[[], Array]) -> Module:
@@ -167,23 +175,25 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
     """Write a model as an ak48 file.
 
     Raises:
-        ValueError: the format cannot represent the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and unscaled
-            RoPE, a linear layer is not quantized or has a bias, an activation order or float offsets, two linear layers
-            have different group sizes, or a value is beyond the range of float16.
+        ValueError: the format cannot represent the model: its description is not that of a Qwen3 with theta 1e6,
+            epsilon 1e-6, unscaled RoPE and no biases; a linear layer is not quantized or has a bias, an activation
+            order or float offsets; two linear layers have different group sizes; or a value is beyond the range of
+            float16.
         CheckpointError, OSError: the model cannot be read or the file cannot be written. No partial file remains.
     """
-    config = files.config
-    fixed = config.model_type, config.rope_theta, config.eps, config.rope_frequencies()[0].tolist()
-    plain = THETA ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-    if fixed != ("qwen3", THETA, EPS, plain.tolist()):
+    decoder = files.config
+    values = families.find(decoder.model_type).settings(decoder)
+    table = {**{name: values[name] for name in SIZES}, **FIXED}
+    held = [families.describe(Table(table, biases_as_stored=is_stored)) for is_stored in (False, True)]
+    if decoder not in held:
         raise ValueError(
-            f"{files.path}: expected a qwen3 with rope_theta {THETA}, rms_norm_eps {EPS} and no rope_scaling, got a"
-            f" {config.model_type} with {config.rope_theta}, {config.eps} and {dict(config.rope_scaling)!s:.200}"
+            f"{files.path}: expected a qwen3 with rope_theta {FIXED['rope_theta']}, rms_norm_eps"
+            f" {FIXED['rms_norm_eps']}, no rope_scaling and no biases, got a {decoder.model_type} with"
+            f" {values['rope_theta']}, {values['rms_norm_eps']} and {values['rope_scaling']!s:.200}"
         )
-    entries = list(_entries(config))
+    entries = list(_entries(decoder))
     group_size = _group_size(files, next(entry for entry in entries if isinstance(entry, QuantizedEntry)))
-    sizes = config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads, config.vocab
-    header = HEADER.pack(MAGIC, VERSION, *sizes, config.context, config.tied, config.head_dim, group_size)
+    header = HEADER.pack(MAGIC, VERSION, *(values[name] for name in SIZES), group_size)
     with atomic.create(path) as file:
         file.write(header.ljust(HEADER_BYTES, b"\0"))
         for done, entry in enumerate(entries):
@@ -195,7 +205,7 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
 def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:
     """Return the group size of a weight, or 0 for a dense weight, for which `_arrays` raises an error later."""
-    layer = files.read_linear(entry.name, entry.k, entry.n)
+    layer = files.read_linear(entry.linear, entry.layer)
     return layer.weight.group_size if isinstance(layer, Module) else 0
 
 
@@ -203,7 +213,7 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
     """Read and return the arrays of an entry in file order. Raises ValueError if the format cannot represent them."""
     if isinstance(entry, TensorEntry):
         return [_float16(files.read_tensor(entry.name, entry.shape), entry.name)]
-    layer = files.read_linear(entry.name, entry.k, entry.n)
+    layer = files.read_linear(entry.linear, entry.layer)
     if (
         not isinstance(layer, Module)
         or layer.bias is not None
@@ -221,7 +231,7 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
         )
     zeros = weight.qzeros
     if zeros is None:  # symmetric quantization: every zero point is 8
-        zeros = pack_int4(np.full((entry.k // group_size, entry.n), 8, np.uint8))
+        zeros = pack_int4(np.full((entry.linear.k // group_size, entry.linear.n), 8, np.uint8))
     scales = _float16(weight.scales, entry.name)
     if (scales.astype(weight.scales.dtype) != weight.scales).any():
         raise ValueError(f"{entry.name}: expected scales that are exact in float16 for an ak48 file, got others")

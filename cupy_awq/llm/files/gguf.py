@@ -18,12 +18,11 @@ from cupy_awq.checkpoint.gguf import q8 as gguf_int8
 from cupy_awq.checkpoint.gguf import tensors as gguf
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import read_values
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm import families
+from cupy_awq.llm.decoder.description import Decoder
+from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.gguf_tokenizer import load_tokenizer, show
-
-INT8_NAMES = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
-"""The name endings of weights that a GPU can keep in 8 bits; the embedding table can also be the output head."""
 
 
 def read(path: Path) -> ModelFiles:
@@ -35,25 +34,29 @@ def read(path: Path) -> ModelFiles:
     """
     metadata, blocks = gguf_file.read(path)
     try:
-        config = _config(metadata, blocks)
-    except (ValueError, TypeError) as error:
+        decoder = _describe(metadata, blocks)
+    except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     contents = gguf.open_tensors(path, metadata, blocks)
     tensors = {name: partial(contents.read, name) for name in contents}
     stop = metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")
     stop_ids = tuple(i for i in stop if type(i) is int)
     tokenizer = partial(load_tokenizer, path, metadata)
-    return ModelFiles(path, config, tensors, tokenizer, stop_ids, _int8_weights(path, metadata, blocks))
+    return ModelFiles(path, decoder, tensors, tokenizer, stop_ids, _int8_weights(path, metadata, blocks, decoder))
 
 
 def _int8_weights(
-    path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
+    path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks], decoder: Decoder
 ) -> dict[str, Callable[[], BlockQuantizedWeight]]:
     """Return `ModelFiles.int8_weights`: functions that read weights of the types in `gguf_int8.CONVERTERS`, by name."""
+    # The embedding table can also be the output head.
+    linears = {f"{layer.name}.{linear.name}" for layer in decoder.layers for linear in layer.linears}
+    linears |= {decoder.head.name, decoder.embedding}
     return {
-        key.removesuffix(".weight"): partial(_read_int8, block, heads, f"{path}: tensor {key!r:.200}")
+        name: partial(_read_int8, block, heads, f"{path}: tensor {name + '.weight'!r:.200}")
         for key, block, heads in gguf.rename_tensors(path, metadata, blocks)
-        if block.kind in gguf_int8.CONVERTERS and len(block.shape) == 2 and key.endswith(INT8_NAMES)
+        if block.kind in gguf_int8.CONVERTERS and len(block.shape) == 2
+        if key.endswith(".weight") and (name := key.removesuffix(".weight")) in linears
     }
 
 
@@ -61,57 +64,69 @@ def _read_int8(block: Blocks, heads: int | None, where: str) -> BlockQuantizedWe
     return gguf_int8.read_weight(gguf.restore_rows(block, heads), where)
 
 
-ROPE_SCALING = frozenset({"type", "factor", "original_context_length", "finetuned"})
-"""The supported metadata fields of ``rope.scaling``; ``finetuned`` has no effect."""
+ROPE_FIELDS = {
+    "rope": ("dimension_count", "freq_base", "scale_linear"),
+    "rope.scaling": ("factor", "finetuned", "original_context_length", "type"),
+}
+"""The supported metadata fields of ``<arch>.rope``, by what is before their last part; ``finetuned`` has no effect."""
+FLOATS = ("rms_norm_eps", "rope_theta")
+"""The names of config.json whose values are not integers."""
 
 
-def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelConfig:
-    """Return the configuration for GGUF metadata. Raises ValueError if a value is invalid or not supported."""
+def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Decoder:
+    """Return the description for GGUF metadata. Raises ValueError if a value is invalid or not supported."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ValueError(f"general.architecture: expected text, got {show(arch)}")
+    family = families.find(arch)
 
     def get(name: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = metadata.get(f"{arch}.{name}", default)
         if type(value) not in kinds:
             raise ValueError(f"{arch}.{name}: expected {kinds[0].__name__}, got {show(value)}")
+        if kinds == (int,) and value < 1:
+            raise ValueError(f"{arch}.{name}: expected a positive integer, got {value!r:.80}")
         return value
 
-    heads, hidden = get("attention.head_count", (int,)), get("embedding_length", (int,))
+    for key in metadata:
+        group, _, name = key.removeprefix(f"{arch}.").rpartition(".")
+        if key.startswith(f"{arch}.rope.") and name not in ROPE_FIELDS.get(group, ()):
+            known = ", ".join(ROPE_FIELDS.get(group, ROPE_FIELDS["rope"]))
+            raise ValueError(f"{key:.200}: expected {known} of {arch}.{group:.200}., got this field")
+    values: dict[str, Any] = {"model_type": arch, "rope_theta": 10000.0}
+    for name, key in family.GGUF_KEYS.items():
+        if name == "num_key_value_heads":
+            values[name] = values["num_attention_heads"]
+        elif name == "head_dim":
+            values[name] = values["hidden_size"] // values["num_attention_heads"]
+        values[name] = get(key, (float, int) if name in FLOATS else (int,), values.get(name))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (value := get(name, (int,), values["head_dim"])) != values["head_dim"]:
+            raise ValueError(f"{arch}.{name}: expected the head dimension {values['head_dim']}, got {value!r:.80}")
     if "token_embd.weight" not in blocks:
         raise ValueError("token_embd.weight: expected a tensor of this name, got none")
-    head_dim = get("attention.key_length", (int,), hidden // heads if heads else 0)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (value := get(name, (int,), head_dim)) != head_dim:
-            raise ValueError(f"{arch}.{name}: expected the head dimension {head_dim}, got {value!r:.80}")
-    prefix = f"{arch}.rope.scaling."
-    for key in metadata:
-        if key.startswith(prefix) and key.removeprefix(prefix) not in ROPE_SCALING:
-            raise ValueError(f"{key:.200}: expected {', '.join(sorted(ROPE_SCALING))} of {prefix}, got this field")
-    scaling: dict[str, Any] = {}
-    factors: tuple[float, ...] = ()
-    kind = get("rope.scaling.type", (str,), "none")
+    divisors: tuple[float, ...] = ()
     if "rope_freqs.weight" in blocks:
-        factors = tuple(read_values(blocks["rope_freqs.weight"], "rope_freqs.weight").ravel().tolist())
-    elif kind != "none":
-        original = metadata.get(f"{prefix}original_context_length")
-        scaling = {"rope_type": kind, "factor": get("rope.scaling.factor", (float, int))}
-        if original is not None:
-            scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length", (int,))
-    return ModelConfig(
-        model_type=arch,
-        hidden=hidden,
-        intermediate=get("feed_forward_length", (int,)),
-        layers=get("block_count", (int,)),
-        heads=heads,
-        kv_heads=get("attention.head_count_kv", (int,), heads),
-        head_dim=head_dim,
-        vocab=blocks["token_embd.weight"].shape[0],
-        context=get("context_length", (int,)),
-        eps=get("attention.layer_norm_rms_epsilon", (float, int)),
-        rope_theta=get("rope.freq_base", (float, int), 10000.0),
-        rope_scaling=scaling,
-        rope_factors=factors,
-        tied="output.weight" not in blocks,
-        qk_norm=arch == "qwen3",
-    )
+        divisors = tuple(read_values(blocks["rope_freqs.weight"], "rope_freqs.weight").ravel().tolist())
+    values |= {
+        "vocab_size": blocks["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in blocks,
+        "rope_scaling": _scaling(metadata, arch, get),
+    }
+    return families.describe(Table(values, divisors, biases_as_stored=True))
+
+
+def _scaling(metadata: Mapping[str, Any], arch: str, get: Callable[..., Any]) -> dict[str, Any]:
+    """Return ``rope_scaling`` of config.json; as in llama.cpp, a factor without a type is that of linear scaling.
+
+    ``get`` is the function of `_describe`.
+    """
+    # Files of 2023 have the name scale_linear for the factor.
+    names = [name for name in ("rope.scaling.factor", "rope.scale_linear") if f"{arch}.{name}" in metadata]
+    kind = get("rope.scaling.type", (str,), "linear" if names else "none")
+    if kind == "none":
+        return {}
+    scaling = {"rope_type": kind, "factor": get(names[0] if names else "rope.scaling.factor", (float, int))}
+    if f"{arch}.rope.scaling.original_context_length" in metadata:
+        scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length", (int,))
+    return scaling

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm import families
+from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.extra import import_extra
 from cupy_awq.llm.text.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, make_pre_tokenizer
 from cupy_awq.llm.text.tokenizer import Tokenizer
@@ -21,43 +22,36 @@ SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n
 Metadata = dict[str, Any]
 
 
-def describe_model(config: ModelConfig) -> tuple[Metadata, npt.NDArray[np.float32] | None]:
+def describe_model(decoder: Decoder) -> tuple[Metadata, npt.NDArray[np.float32] | None]:
     """Return the metadata fields of a model, and the divisors of its RoPE frequencies [head_dim / 2] or None.
 
     Raises ValueError for RoPE parameters for which GGUF has no fields.
     """
-    arch = config.model_type
-    fields: Metadata = {
-        "general.architecture": arch,
-        "general.quantization_version": 2,
-        f"{arch}.block_count": config.layers,
-        f"{arch}.context_length": config.context,
-        f"{arch}.embedding_length": config.hidden,
-        f"{arch}.feed_forward_length": config.intermediate,
-        f"{arch}.attention.head_count": config.heads,
-        f"{arch}.attention.head_count_kv": config.kv_heads,
-        f"{arch}.attention.key_length": config.head_dim,
-        f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": float(np.float32(config.eps)),
-        f"{arch}.rope.dimension_count": config.head_dim,
-        f"{arch}.rope.freq_base": float(np.float32(config.rope_theta)),
-        f"{arch}.vocab_size": config.vocab,
-    }
-    scaling = dict(config.rope_scaling)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if config.rope_factors or kind == "llama3":
-        plain = float(config.rope_theta) ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-        return fields, (plain / config.rope_frequencies()[0]).astype(np.float32)
-    if kind == "default":
-        return fields, None
-    known = {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings"}
+    arch, family = decoder.model_type, families.find(decoder.model_type)
+    settings = family.settings(decoder)
+    fields: Metadata = {"general.architecture": arch, "general.quantization_version": 2}
+    for name, key in family.GGUF_KEYS.items():
+        value = settings[name]
+        fields[f"{arch}.{key}"] = value if type(value) is int else float(np.float32(value))
+    head_dim = settings["head_dim"]
+    fields |= {f"{arch}.attention.value_length": head_dim, f"{arch}.rope.dimension_count": head_dim}
+    fields[f"{arch}.vocab_size"] = decoder.vocab
+    rope = decoder.layers[0].mixer.rope
+    scaling = dict(rope.scaling)
+    if rope.kind == "llama3":
+        return fields, (rope.unscaled() / rope.frequencies()[0]).astype(np.float32)
+    divisors = np.array(rope.divisors, np.float32) if rope.divisors else None
+    if rope.kind == "default":
+        return fields, divisors
+    known = {"type", "rope_type", "factor", "original_max_position_embeddings"}
     other = sorted(set(scaling) - known)
     if other or "factor" not in scaling:
         raise ValueError(f"rope_scaling: expected factor and original_max_position_embeddings alone, got {scaling!s}")
-    fields |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": float(np.float32(scaling["factor"]))}
+    factor = float(np.float32(scaling["factor"]))
+    fields |= {f"{arch}.rope.scaling.type": rope.kind, f"{arch}.rope.scaling.factor": factor}
     if "original_max_position_embeddings" in scaling:
         fields[f"{arch}.rope.scaling.original_context_length"] = int(scaling["original_max_position_embeddings"])
-    return fields, None
+    return fields, divisors
 
 
 def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> Metadata:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,24 @@ from typing import Any
 from cupy_awq import checkpoint
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import read_object
-from cupy_awq.llm import config
+from cupy_awq.llm import families
+from cupy_awq.llm.decoder.description import Decoder
+from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.chat_template import MAX_TEMPLATE_CHARACTERS
 from cupy_awq.llm.text.tokenizer import Tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""The class name in transformers for each model type."""
+PREFIXES = ("model.language_model.", "language_model.model.")
+"""The prefixes with which models for several kinds of input name the tensors of their decoder."""
+HEAD_PREFIX = "language_model."
+"""The prefix that such models can put before the name of the output head."""
 
 
 def read(path: Path) -> ModelFiles:
     """Open a Hugging Face folder and validate its headers. Tensors are read when they are needed.
+
+    The decoder of a model for several kinds of input, whose configuration is ``text_config``, is read like a model of
+    its own.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the model is not supported.
@@ -30,11 +38,48 @@ def read(path: Path) -> ModelFiles:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a config.json, got none")
-    table = read_object(file)
+    table = _select_text(read_object(file))
     contents = checkpoint.read(path)
-    tensors = {name: partial(contents.read, name) for name in contents}
-    model_config = config.from_hugging_face(table, str(file))
-    return ModelFiles(path, model_config, tensors, partial(load_tokenizer, path), read_stop_ids(path, table))
+    decoder = describe(table, str(file))
+    names = _name_tensors(list(contents), decoder)
+    tensors = {name: partial(contents.read, stored) for name, stored in names.items()}
+    return ModelFiles(path, decoder, tensors, partial(load_tokenizer, path), read_stop_ids(path, table))
+
+
+def describe(table: Mapping[str, Any], where: str) -> Decoder:
+    """Return the description of a decoder for ``table``, a parsed config.json.
+
+    Raises CheckpointError, whose message starts with ``where``, if the table is invalid or the model not supported.
+    """
+    try:
+        return families.describe(Table(table))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _select_text(table: dict[str, Any]) -> dict[str, Any]:
+    """Return ``text_config``, completed by the values beside it, of a configuration that has one, or else ``table``."""
+    text = table.get("text_config")
+    return {**table, **text} if isinstance(text, dict) and "model_type" in text else table
+
+
+def _name_tensors(stored: Sequence[str], decoder: Decoder) -> dict[str, str]:
+    """Return the stored name of each tensor by its name in ``decoder``, or by itself if the decoder has none for it."""
+    root, _, table = decoder.embedding.rpartition(".")
+    for prefix in PREFIXES:
+        if not {f"{prefix}{table}", f"{prefix}{table}.weight"}.isdisjoint(stored):
+            break
+    else:
+        return {name: name for name in stored}
+    found = {}
+    for name in stored:
+        if name.startswith(prefix):
+            found[f"{root}.{name.removeprefix(prefix)}"] = name
+        elif name.startswith(HEAD_PREFIX + decoder.head.name):
+            found[name.removeprefix(HEAD_PREFIX)] = name
+        else:
+            found.setdefault(name, name)
+    return found
 
 
 def write_settings(files: ModelFiles, folder: Path) -> None:
@@ -43,31 +88,14 @@ def write_settings(files: ModelFiles, folder: Path) -> None:
     Raises ValueError if config.json cannot represent the model: it has divisors of RoPE frequencies (``rope_freqs`` of
     GGUF), or biases that the model type does not support.
     """
-    settings = files.config
-    if settings.rope_factors:
+    decoder = files.config
+    if any(layer.mixer.rope.divisors for layer in decoder.layers):
         raise ValueError(f"{files.path}: rope_freqs.weight: expected none for a Hugging Face folder, got divisors")
-    biases = settings.biases if settings.biases is not None else _find_biases(files)
-    expected = {"qwen2": frozenset({"q_proj", "k_proj", "v_proj"})}.get(settings.model_type, frozenset())
-    with_all = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-    if biases not in (expected, with_all):
-        raise ValueError(f"{files.path}: expected biases as {settings.model_type} has, got {', '.join(sorted(biases))}")
+    family = families.find(decoder.model_type)
     table = {
-        "model_type": settings.model_type,
-        "architectures": [ARCHITECTURES[settings.model_type]],
-        "hidden_size": settings.hidden,
-        "intermediate_size": settings.intermediate,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.kv_heads,
-        "head_dim": settings.head_dim,
-        "vocab_size": settings.vocab,
-        "max_position_embeddings": settings.context,
-        "rms_norm_eps": settings.eps,
-        "rope_theta": settings.rope_theta,
-        "rope_scaling": dict(settings.rope_scaling) or None,
-        "attention_bias": settings.model_type != "qwen2" and biases == with_all,
-        "tie_word_embeddings": settings.tied,
-        "hidden_act": "silu",
+        "architectures": [family.CLASS],
+        **family.settings(decoder),
+        "attention_bias": _choose_attention_bias(files, family.settings(decoder)),
         "torch_dtype": "float16",
         "eos_token_id": list(files.stop_ids),
     }
@@ -80,18 +108,19 @@ def write_settings(files: ModelFiles, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
 
 
-def _find_biases(files: ModelFiles) -> frozenset[str]:
-    """Return the names of the projections of layer 0 that have a bias."""
-    config, found = files.config, set()
-    for name, k, n in (
-        ("q_proj", config.hidden, config.q_width),
-        ("k_proj", config.hidden, config.kv_width),
-        ("v_proj", config.hidden, config.kv_width),
-        ("o_proj", config.q_width, config.hidden),
-    ):
-        if files.read_linear(f"model.layers.0.self_attn.{name}", k, n).bias is not None:
-            found.add(name)
-    return frozenset(found)
+def _choose_attention_bias(files: ModelFiles, settings: Mapping[str, Any]) -> bool:
+    """Return the value of ``attention_bias`` that, with ``settings``, describes the model and the biases in its files.
+
+    Raises ValueError if there is none.
+    """
+    layer = files.config.layers[0]
+    biases = {linear.name for linear in layer.linears if files.read_linear(linear, layer.name).bias is not None}
+    for value in (False, True):
+        values = {**settings, "attention_bias": value}
+        found = [families.describe(Table(values, biases_as_stored=is_stored)) for is_stored in (False, True)]
+        if files.config in found and {x.name for x in found[0].layers[0].linears if x.bias} == biases:
+            return value
+    raise ValueError(f"{files.path}: expected biases as {files.config.model_type} has, got {', '.join(sorted(biases))}")
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
