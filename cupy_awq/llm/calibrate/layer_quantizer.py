@@ -44,7 +44,7 @@ class QuantizedLayer:
     Attributes:
         index: the index of the layer in the model.
         linears: the linear layers by name (`LinearSpec.name`). Layers that are not quantized are dense.
-        norms: the RMSNorm weights by name (`NormSpec.name`), in their stored dtype, with the channel scales folded in.
+        norms: the RMSNorm weights (`NormSpec.weight`) by name, in their stored dtype, with channel scales folded in.
         errors: by name of the linear layer, two relative squared errors |x (W_q - W)|^2 / |x W|^2 on the calibration
             tokens x: that of W_q rounded to nearest, and that of W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
@@ -171,7 +171,7 @@ def _quantize_layer(
     on_step("quantize")
     quantized = _quantize(folded, folded_moments, recipe, sites)
     del folded_moments  # with scales, as large as `moments`, which is needed below: free them before weights are copied
-    dtype = weights.norms[layer.mixer_norm.name].dtype
+    dtype = weights.norms[layer.mixer_norm.weight].dtype
     if tuned:
         on_step("tune")
         quantized = tune_layer(layer, folded.linears, folded.norms, quantized, tuned, hidden, cache)
@@ -235,7 +235,7 @@ def _read(files: ModelFiles, layer: LayerSpec, xp: Any) -> _Weights:
             raise ValueError(f"{files.path}: {layer.name}.{linear.name}: expected a dense layer, got a quantized one")
         bias = None if part.bias is None else xp.asarray(part.bias)
         linears[linear.name] = xp.asarray(part.weight).astype(np.float32), bias
-    return _Weights(linears, {norm.name: xp.asarray(files.read_norm(norm, layer.name)) for norm in layer.norms})
+    return _Weights(linears, {norm.weight: xp.asarray(files.read_norm(norm, layer.name)) for norm in layer.norms})
 
 
 class _DenseWeights(LayerWeights):
@@ -247,7 +247,7 @@ class _DenseWeights(LayerWeights):
         self._sums = {site.linears: sums[site.name] for site in layer.sites if site.name in sums}
 
     def norm(self, spec: NormSpec) -> Norm:
-        return Norm(self._ops.prepare_tensor(self._weights.norms[spec.name]), spec.eps)
+        return Norm(self._ops.prepare_tensor(self._weights.norms[spec.weight]), spec.eps)
 
     def project(self, *linears: LinearSpec, **options: Any) -> Projection:
         parts = [DenseLinear(*self._weights.linears[linear.name]) for linear in linears]
@@ -333,11 +333,12 @@ def _fold(
     }
     norms, linears, rows = dict(weights.norms), dict(weights.linears), {}
     for site in scaled:
-        source, t = site.source.name, columns[site.name]
-        if isinstance(site.source, NormSpec):
-            norms[source], columns[site.name] = folding.divide_norm(norms[source], t, norms[source].dtype)
+        source, t = site.source, columns[site.name]
+        if isinstance(source, NormSpec):
+            norm = norms[source.weight]
+            norms[source.weight], columns[site.name] = folding.divide_norm(norm, t, norm.dtype)
         else:
-            rows[source] = folding.value_scales(t, tied) if site.source == attention.v else t
+            rows[source.name] = folding.value_scales(t, tied) if source == attention.v else t
         for name in (linear.name for linear in site.linears):
             linears[name] = folding.scale_columns(linears[name][0], columns[site.name]), linears[name][1]
     for name, t in rows.items():

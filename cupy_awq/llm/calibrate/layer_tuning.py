@@ -250,7 +250,7 @@ class _Layer:
         return y, backward
 
     def _rms_norm(self, spec: NormSpec, x: Array) -> tuple[Array, Backward]:
-        weight = self._norms[spec.name].astype(np.float32)
+        weight = self._norms[spec.weight].astype(np.float32)
         scale = np.float32(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(spec.eps))
         normed = x * scale
 

@@ -119,7 +119,8 @@ def quantize(
     contents = checkpoint.read(source)
     if contents.specs:
         raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
-    first = _name_first(files.config)
+    layers = files.config.layers
+    first = f"{layers[0].name}.{layers[0].linears[0].name}.weight"
     if first not in contents:
         raise ValueError(f"{source}: expected a text model with {first}, got one whose tensors have other prefixes")
     check_group_size(files.config, group_size)
@@ -140,7 +141,7 @@ def quantize(
         "sequences": [len(sequences), sum(map(sum, sequences))],
     }
     reports = _open_partial(partial_folder, settings, resume)
-    total = len(files.config.layers)
+    total = len(layers)
     if progress is not None:
         progress(len(reports), total, None)
     if len(reports) < total:
@@ -153,7 +154,7 @@ def quantize(
                 scales=has_scales,
                 tunes=is_tuned,
                 ignore=ignore,
-                finished=(_load_layer(partial_folder, r, files.config.layers[i]) for i, r in enumerate([*reports])),
+                finished=(_load_layer(partial_folder, r, layers[i]) for i, r in enumerate([*reports])),
                 xp=xp,
                 on_step=on_step,
             ):
@@ -165,7 +166,7 @@ def quantize(
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
     copy_model_files(source, built)
-    checkpoint.save(built, _merge(contents, partial_folder, files.config.layers, recipe), format_name)
+    checkpoint.save(built, _merge(contents, partial_folder, layers, recipe), format_name)
     seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
     perplexities = {}
     if evaluate is not None:
@@ -197,12 +198,6 @@ def quantize(
     built.rename(target)
     shutil.rmtree(partial_folder)
     return report
-
-
-def _name_first(decoder: Decoder) -> str:
-    """Return the name of the weight of the first linear layer."""
-    layer = decoder.layers[0]
-    return f"{layer.name}.{layer.linears[0].name}.weight"
 
 
 def _perplexity(folder: Path, text: str, index: int) -> float:
@@ -283,7 +278,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 
 def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
-    tensors = {f"norm/{name}.weight": a for name, a in layer.norms.items()}
+    tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
     for name, linear in layer.linears.items():
         if isinstance(linear, DenseLinear):
             parts = {"weight": linear.weight, "bias": linear.bias}
@@ -311,7 +306,7 @@ def _load_layer(folder: Path, report: Mapping[str, Any], layer: LayerSpec) -> Qu
         parts = _list_parts(tensors, name)
         is_dense = "weight" in parts
         linears[name] = DenseLinear(parts["weight"], parts.get("bias")) if is_dense else _module(parts, symmetric=False)
-    norms = {norm.name: tensors[f"norm/{norm.name}.weight"] for norm in layer.norms}
+    norms = {name.removeprefix("norm/"): a for name, a in tensors.items() if name.startswith("norm/")}
     errors = report["errors"], report["output_error"], report["nearest_output_error"]
     return QuantizedLayer(report["layer"], linears, norms, *errors)
 

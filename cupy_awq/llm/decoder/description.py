@@ -49,6 +49,11 @@ class NormSpec:
     size: int
     eps: float
 
+    @property
+    def weight(self) -> str:
+        """The Hugging Face name of the weight within its layer, such as "input_layernorm.weight"."""
+        return f"{self.name}.weight"
+
 
 @dataclass(frozen=True)
 class Attention:
