@@ -25,10 +25,11 @@ from cupy_awq.kernels.gemm import gather_columns
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.select import planner
-from cupy_awq.llm.decoder.backend import ResidualStream
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
+from cupy_awq.llm.decoder.forward import Add, Norm, Project
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -265,7 +266,7 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
     order = rng.permutation(192).astype(np.int32)
     gate_up = [Module(random_weight(rng, 192, 128, 64), None, order) for _ in range(2)]
     down = [Module(random_weight(rng, 128, 192, 64), None)]
-    config = llm.ModelConfig("llama", 192, 128, 1, 2, 2, 16, 264, 256)
+    config = llm_models.decoder(hidden_size=192)
     ops, plain = SimulatedOps(config, 0, FLOAT16), NumpyOps(config)
     entries, run = [], ops.run
 
@@ -274,23 +275,22 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
         run(plan, **arrays)
 
     monkeypatch.setattr(ops, "run", recorded)
-    norms = [rng.standard_normal(192).astype(np.float32) for _ in range(2)]
-    start = rng.standard_normal((m, 1, 192)).astype(np.float32)
+    first, second = (Norm(rng.standard_normal(192).astype(np.float32), 1e-5) for _ in range(2))
+    table, tokens = rng.standard_normal((m, 192)).astype(np.float16), np.arange(m, dtype=np.int32)[:, None]
+    cache = Cache((), np.zeros(m, np.int32), {}, [[] for _ in range(m)], 1)
 
-    def forward(ops: Any) -> list[np.ndarray]:
+    def forward(ops: Any, count: int) -> np.ndarray:
         enter, leave = ops.make_projection(gate_up, gated=True), ops.make_projection(down)
-        stream = ResidualStream(start.copy())
-        stream, x = ops.norm_and_project(stream, norms[0], enter)
-        stream = ops.project_and_add(stream, x, leave, norms[1], enter)
-        stream, y = ops.norm_and_project(stream, norms[1], enter)
-        stream = ops.project_and_add(stream, y, leave, norms[0], enter)
-        _, z = ops.norm_and_project(stream, norms[0], lambda x: x)  # takes x as it is: no order
-        return [y.astype(np.float32), z.astype(np.float32)]
+        operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first]
+        operations.append(Project(lambda x: x))  # takes x as it is: no order
+        return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
 
-    for found, wanted in zip(forward(ops), forward(plain), strict=True):
+    for count in (5, 8):
+        entries.clear()
+        found, wanted = forward(ops, count), forward(plain, count)
         assert np.abs(found - wanted).max() <= 4e-3 * np.abs(wanted).max()
     gemm = "gemm_sm90_mma" if m <= 8 else "gemm_sm90"
-    assert entries == ["rms_norm", gemm, gemm, gemm, "rms_norm"]
+    assert entries == ["embed", "rms_norm", gemm, gemm, gemm, "rms_norm"]
 
 
 def test_load_gives_layers_with_an_order(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_the_command_stores_the_fastest_configurations(
     config = {**llm_models.QWEN3, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
     name = str(llm_models.folder(tuned_folder.parent / "model", {**config, "num_hidden_layers": 2}, group=64))
     if is_random:
-        tiny = llm_models.decoder(**config, vocab_size=96, max_position_embeddings=2048)
+        tiny = llm_models.decoder(**{**config, "vocab_size": 96, "max_position_embeddings": 2048})
         monkeypatch.setitem(bench_llm.SHAPES, name := "tiny", tiny)
     assert main(["tune", "--model", name, "--m", "1,5", "--tries", "16"]) == 0
     text = capsys.readouterr()

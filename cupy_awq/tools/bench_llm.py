@@ -123,7 +123,7 @@ def synthetic(decoder: Decoder, group_size: int = 128, xp: Any = np) -> ModelFil
 
     >>> files, layer = synthetic(SHAPES["qwen3-0.6b"]), SHAPES["qwen3-0.6b"].layers[0]
     >>> files.read_linear(layer.feed_forward.up, layer.name).weight
-    PackedWeight(K=1024, N=3072, group_size=128, float16, packed zeros, 1.6 MB)
+    PackedWeight(K=1024, N=3072, group_size=128, float16, packed zeros, 1.63 MB)
     """
     rng = np.random.default_rng(0)
     words = xp.asarray(rng.integers(-(2**31), 2**31, _POOL_BYTES // 4, np.int32))

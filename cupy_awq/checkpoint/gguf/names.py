@@ -20,7 +20,8 @@ class Names:
     Attributes:
         outer: the names of the tensors outside of the layers.
         layer: the names in ``model.layers.<i>`` for the names in ``blk.<i>``.
-        experts: the name of the projection for each name of a tensor [E, N, K] of all E experts of a layer.
+        experts: the name in ``model.layers.<i>``, with {} for the index of the expert, for each name in ``blk.<i>`` of
+            a tensor [E, N, K] of all E experts.
         permuted: by GGUF name of a projection whose rows GGUF permutes, the metadata field, after the architecture,
             with the number of its heads: GGUF interleaves the two halves of each head, for a RoPE that rotates adjacent
             pairs.
@@ -49,9 +50,9 @@ class Names:
         if layer is None:
             return name, None
         number, part = layer.groups()
-        expert = re.fullmatch(r"mlp\.experts\.(\d{1,6})\.(\w+)", part)
-        if expert is not None and expert[2] in experts:
-            return f"blk.{number}.{experts[expert[2]]}.{suffix}", int(expert[1])
+        expert = re.fullmatch(r"(.+\.)(\d{1,6})(\.\w+)", part)
+        if expert is not None and (of_all := f"{expert[1]}{{}}{expert[3]}") in experts:
+            return f"blk.{number}.{experts[of_all]}.{suffix}", int(expert[2])
         if part in parts:
             return f"blk.{number}.{parts[part]}.{suffix}", None
         return name, None
@@ -73,7 +74,7 @@ DEFAULT = Names(
         "ffn_gate_inp": "mlp.gate",
         **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
     },
-    experts={f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")},
+    experts={f"ffn_{p}_exps": f"mlp.experts.{{}}.{p}_proj" for p in ("gate", "up", "down")},
 )
 """The names of Llama-like architectures, which apply to every architecture that `ARCHITECTURES` does not list."""
 

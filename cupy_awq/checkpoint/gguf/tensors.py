@@ -119,10 +119,9 @@ def _name_tensors(
         count, n, k = block.shape
         check_count(count, where)
         rows = block.data.reshape(count, n, -1)
-        projection = names.experts[part]
         return [
-            (f"{layer}.mlp.experts.{expert}.{projection}.weight", Blocks(block.kind, (n, k), rows[expert]), None)
-            for expert in range(count)
+            (f"{layer}.{names.experts[part].format(i)}.weight", Blocks(block.kind, (n, k), rows[i]), None)
+            for i in range(count)
         ]
     if part not in names.layer:
         return [(name, block, None)]
