@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files import gguf, gguf_metadata, hugging_face
+from cupy_awq.llm.files.convert import convert
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN2, QWEN3
 from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
@@ -167,13 +170,55 @@ def test_text_config_overrides_the_values_beside_it(tmp_path: Path) -> None:
         llm.read(path)
 
 
-def test_a_decoder_with_a_prefix_is_not_quantized(tmp_path: Path) -> None:
+def test_a_decoder_with_a_prefix_is_neither_quantized_nor_converted_to_gguf(tmp_path: Path) -> None:
     path = dense_folder(tmp_path / "dense", LLAMA)
     nest(path, "model.language_model.", "lm_head.weight")
-    message = r"expected a text model with model\.layers\.0\.self_attn\.q_proj\.weight, got one whose tensors have"
+    message = r"expected a text model with model\.embed_tokens\.weight, got one with other names"
     with pytest.raises(ValueError, match=message):
         llm.quantize(path, tmp_path / "out", [TEXT], **OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        convert(str(path), tmp_path / "m.gguf", "gguf")
     assert [file.name for file in tmp_path.iterdir()] == ["dense"]
+
+
+# Biases
+
+
+@pytest.mark.parametrize(
+    ("arch", "biases", "found"),
+    [
+        ("llama", "", False),
+        ("llama", "qkvo", True),
+        ("llama", "qkv", None),
+        ("qwen2", "qkv", False),
+        ("qwen2", "", None),
+        ("qwen2", "qkvo", None),
+    ],
+)
+def test_the_written_configuration_describes_the_biases_of_a_gguf_file(
+    tmp_path: Path, arch: str, biases: str, found: bool | None
+) -> None:
+    (tmp_path / "out").mkdir()
+    llm_models.gguf_file(
+        tmp_path / "m.gguf", dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), "F16"), arch=arch
+    )
+    files = llm.read(tmp_path / "m.gguf")
+    tensors = dict(files.tensors)
+    for layer in files.config.layers:
+        for linear in layer.linears[:4]:
+            if linear.name.rpartition(".")[2][0] in biases:
+                tensors[f"{layer.name}.{linear.name}.bias"] = partial(np.ones, linear.n, np.float16)
+    files = dataclasses.replace(files, tensors=tensors)
+    if found is None:
+        with pytest.raises(ValueError, match=f"expected biases as {arch} has, got "):
+            hugging_face.write_settings(files, tmp_path / "out")
+        return
+    hugging_face.write_settings(files, tmp_path / "out")
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert table["attention_bias"] == found
+    assert table["architectures"] == [families.find(arch).CLASS]
+    layer = families.describe(Table(table)).layers[0]
+    assert {linear.name[10] for linear in layer.linears if linear.bias} == set(biases)
 
 
 # Layers for multi-token prediction

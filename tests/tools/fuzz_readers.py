@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from cupy_awq import checkpoint, llm
 from cupy_awq.checkpoint.gguf import write as gguf_write
 from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.description import LinearSpec
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.files import ak48
 from tests import (
@@ -71,7 +72,7 @@ def read_model(path: Path) -> None:
     files = llm.read(path)
     for name in files.int8_weights:
         n, k = files.tensors[f"{name}.weight"]().shape
-        files.read_int8_linear(name, k, n)
+        files.read_int8_linear(LinearSpec(name, k, n))
     build_model(files, NumpyOps(files.config, expand_weights=False))
 
 

@@ -119,17 +119,15 @@ def quantize(
     contents = checkpoint.read(source)
     if contents.specs:
         raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
-    layers = files.config.layers
-    first = f"{layers[0].name}.{layers[0].linears[0].name}.weight"
-    if first not in contents:
-        raise ValueError(f"{source}: expected a text model with {first}, got one whose tensors have other prefixes")
+    hugging_face.check_names(source, contents, files.config)
     check_group_size(files.config, group_size)
     tokenizer = files.load_tokenizer()
     sequences = cut_sequences(tokenizer, texts, samples, min(sequence_length, files.config.context))
     if evaluate is not None and (count := len(tokenizer.encode(evaluate))) < 2:
         raise ValueError(f"evaluate: expected a text of at least 2 tokens, got {count}")
     has_scales, is_tuned, fields = METHODS[method]
-    dtype = contents.dense_form(first)[1]
+    layers = files.config.layers
+    dtype = contents.dense_form(f"{layers[0].name}.{layers[0].linears[0].name}.weight")[1]
     scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
     recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype, **fields)
     partial_folder = target.with_name(target.name + ".partial")

@@ -61,6 +61,7 @@ def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
     if not _is_model(path):
         return contents, {}
     files = read(path)
+    hugging_face.check_names(path, contents, files.config)
     metadata, divisors = gguf_metadata.describe_model(files.config)
     metadata |= gguf_metadata.describe_tokenizer(files.load_tokenizer(), files.config.vocab, files.stop_ids)
     if divisors is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint import CheckpointError, Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import families
 from cupy_awq.llm.decoder.description import Decoder
@@ -82,6 +82,12 @@ def _name_tensors(stored: Sequence[str], decoder: Decoder) -> dict[str, str]:
     return found
 
 
+def check_names(path: Path, contents: Contents, decoder: Decoder) -> None:
+    """Raise ValueError if tensors are stored under other names than those in ``decoder``, as in a larger model."""
+    if decoder.embedding not in contents and f"{decoder.embedding}.weight" not in contents:
+        raise ValueError(f"{path}: expected a text model with {decoder.embedding}.weight, got one with other names")
+
+
 def write_settings(files: ModelFiles, folder: Path) -> None:
     """Write config.json, tokenizer.json and tokenizer_config.json of a model to a folder.
 
@@ -120,7 +126,9 @@ def _choose_attention_bias(files: ModelFiles, settings: Mapping[str, Any]) -> bo
         found = [families.describe(Table(values, biases_as_stored=is_stored)) for is_stored in (False, True)]
         if files.config in found and {x.name for x in found[0].layers[0].linears if x.bias} == biases:
             return value
-    raise ValueError(f"{files.path}: expected biases as {files.config.model_type} has, got {', '.join(sorted(biases))}")
+    raise ValueError(
+        f"{files.path}: expected biases as {files.config.model_type} has, got {', '.join(sorted(biases)) or 'none'}"
+    )
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
