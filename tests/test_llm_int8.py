@@ -14,11 +14,10 @@ from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.gguf import q8 as gguf_int8
 from cupy_awq.checkpoint.gguf.container import Blocks
-from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.build import activation_dtype, build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
-from cupy_awq.llm.decoder.description import LinearSpec
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.files import readers
+from cupy_awq.llm.families.description import LinearSpec
 from cupy_awq.llm.files.model_files import Int8Linear
 from tests import llm_models
 from tests.test_formats_gguf import random_blocks, values_of
@@ -90,8 +89,7 @@ def test_8_bit_codes_and_then_4_bit_codes_decide_for_float16_activations(
     tmp_path: Path, kinds: dict[str, str], dtype: Any
 ) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {**kinds, "attn_q": "BF16"})
-    make_ops: Any = readers.cuda_ops(llm.read(tmp_path / "m.gguf"), 0)
-    assert make_ops.args[-1] == dtype
+    assert activation_dtype(llm.read(tmp_path / "m.gguf")) == dtype
 
 
 @pytest.mark.usefixtures("simulated")

@@ -40,6 +40,8 @@ ORDER = (
 
 `__init__` is the lowest because it imports a public name when it is first used.
 """
+LLM_ORDER = "extra families text files decoder language_model assemble calibrate __init__".split()
+"""The layers within cupy_awq.llm, the lowest first."""
 NO_CUPY = set(
     (
         "activation check_scalar check packing weight block_weight reference block_check block_reference quantization"
@@ -105,6 +107,18 @@ def test_no_module_imports_from_a_layer_above() -> None:
             parts = name.split(".")
             target = parts[1] if len(parts) > 1 else "__init__"
             if parts[0] == "cupy_awq" and target not in below:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_no_part_of_llm_imports_from_a_part_above() -> None:
+    wrong = []
+    for path in (PACKAGE / "llm").rglob("*.py"):
+        part = path.relative_to(PACKAGE / "llm").parts[0].removesuffix(".py")
+        below = LLM_ORDER[: LLM_ORDER.index(part) + 1]
+        for name in imported(path):
+            target = name.removeprefix("cupy_awq.llm.").partition(".")[0]
+            if name.startswith("cupy_awq.llm.") and target not in below:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
 

@@ -4,12 +4,13 @@
 This subpackage needs the extra ``llm`` (packages tokenizers, jinja2 and gguf).
 """
 
+from cupy_awq.llm.assemble import load
 from cupy_awq.llm.calibrate.model_quantizer import quantize
 from cupy_awq.llm.calibrate.quantization_report import Report
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import ModelFiles
-from cupy_awq.llm.files.readers import load, read
+from cupy_awq.llm.files.readers import read
 from cupy_awq.llm.language_model import Chat, Completion, ContextFullError, LanguageModel, Score, Stats
 
 __all__ = [

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
 from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.text.chat_template import Message, check_messages
 from cupy_awq.llm.text.tokenizer import Detokenizer, Tokenizer, check_text
 from cupy_awq.runtime import placement

@@ -20,11 +20,11 @@ from cupy_awq.llm import families
 from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import count_bytes
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
 from cupy_awq.runtime import placement

@@ -22,7 +22,7 @@ from cupy_awq.kernels.gemm.gemm_sm90 import MAX_FUSED_ROWS
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.kernels.tiling import next_tuned_m
-from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.build import activation_dtype, build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.files import readers
@@ -247,7 +247,7 @@ def _load(name: str, index: int) -> tuple[Model, CudaOps]:
     import cupy
 
     files = first_layers(synthetic(SHAPES[name], xp=cupy) if name in SHAPES else readers.read(name), LAYERS)
-    ops = readers.cuda_ops(files, index)()
+    ops = CudaOps(files.config, index, activation_dtype(files))
     return build_model(files, ops), ops
 
 

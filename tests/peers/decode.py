@@ -29,10 +29,10 @@ from cupy_awq.check import Array
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache, count_bytes
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.ops import gemm_launch
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import launch, placement

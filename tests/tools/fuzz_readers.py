@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from cupy_awq import checkpoint, llm
 from cupy_awq.checkpoint.gguf import write as gguf_write
 from cupy_awq.llm.decoder.build import build_model
-from cupy_awq.llm.decoder.description import LinearSpec
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.families.description import LinearSpec
 from cupy_awq.llm.files import ak48
 from tests import (
     checkpoint_files,

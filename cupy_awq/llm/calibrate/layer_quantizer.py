@@ -15,10 +15,10 @@ from cupy_awq import reference
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.llm.calibrate.layer_tuning import STEPS, tune_layer
-from cupy_awq.llm.decoder.description import LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.decoder.forward import LayerWeights, Norm, Operation, Projection, list_operations
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.families.description import LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, ModelFiles
 from cupy_awq.packing import namespace, to_host
 from cupy_awq.quantization import (

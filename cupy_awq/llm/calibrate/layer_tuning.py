@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
-from cupy_awq.llm.decoder.rope import Rope
 from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.families.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
+from cupy_awq.llm.families.rope import Rope
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import LIMITS, QuantizedRows, make_grid
 

@@ -24,12 +24,12 @@ from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.format import Pending
 from cupy_awq.checkpoint.write import copy_model_files
+from cupy_awq.llm.assemble import load
 from cupy_awq.llm.calibrate.layer_quantizer import QuantizedLayer, quantize_layers
 from cupy_awq.llm.calibrate.quantization_report import Report, peak_memory
-from cupy_awq.llm.decoder.description import Decoder, LayerSpec
+from cupy_awq.llm.families.description import Decoder, LayerSpec
 from cupy_awq.llm.files import hugging_face
 from cupy_awq.llm.files.model_files import DenseLinear
-from cupy_awq.llm.files.readers import load
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.quantization import Recipe
 from cupy_awq.runtime import placement

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of a `Model`: reading of all tensors, and their preparation by a back end."""
+"""Construction of a `Model`: choice of a back end, reading of all tensors, and their preparation by the back end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.check import Array
+from cupy_awq.check import BFLOAT16, FLOAT16, HOST, Array
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.decoder.backend import DecoderOps
-from cupy_awq.llm.decoder.description import LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.decoder.forward import ColumnOrder, LayerWeights, Norm, Operation, Projection, list_operations
 from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.families.description import LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, Linear, ModelFiles, Progress
 
 
@@ -43,6 +44,31 @@ def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = 
     if progress is not None:
         progress(len(decoder.layers) + 1, len(decoder.layers) + 1)
     return model
+
+
+def make_ops(files: ModelFiles, index: int, *, batch_invariant: bool = False) -> DecoderOps:
+    """Return the back end for a model on the GPU with ordinal ``index``, or on the CPU for `check.HOST`.
+
+    Raises ValueError if the GPU cannot run the model.
+    """
+    if index == HOST:
+        return NumpyOps(files.config, batch_invariant=batch_invariant)
+    from cupy_awq.llm.decoder.cuda_backend import CudaOps  # imported here: the CPU path must work without CuPy
+
+    return CudaOps(files.config, index, activation_dtype(files), batch_invariant=batch_invariant)
+
+
+def activation_dtype(files: ModelFiles) -> np.dtype[Any]:
+    """Return the dtype of a model's activations on a GPU: bfloat16 if its first 4-bit layer has bfloat16 scales.
+
+    A model without 4-bit layers has the dtype of its first layer. 8-bit weights need float16 activations.
+    """
+    if files.int8_weights:
+        return FLOAT16
+    linears = [(linear, layer.name) for layer in files.config.layers for linear in layer.linears]
+    quantized = (pair for pair in linears if f"{pair[1]}.{pair[0].name}" in files.tensors)
+    part = files.read_linear(*next(quantized, linears[0]))
+    return BFLOAT16 if part.weight.dtype == BFLOAT16 else FLOAT16
 
 
 class _FileWeights(LayerWeights):

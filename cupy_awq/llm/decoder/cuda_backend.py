@@ -26,10 +26,10 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states, upload
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
@@ -96,7 +96,12 @@ class NormAndProject:
 
 @dataclass(frozen=True)
 class AddAndNorm:
-    """An `Add` with the `NormAndProject` after it, the first part of which the same GEMM may compute."""
+    """An `Add` with the `NormAndProject` after it, the first part of which the same GEMM may compute.
+
+    Attributes:
+        projection: the projection of the `Add`.
+        next: the operation that follows, or None if another one does.
+    """
 
     projection: Projection
     next: NormAndProject | None

@@ -12,9 +12,9 @@ from cupy_awq.check import Array
 from cupy_awq.kernels.decoder import decoder as kernels
 from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, StepLogits
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
 from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.graph import capture
 from cupy_awq.runtime.launch_plan import LaunchPlan

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
+from cupy_awq.llm.families.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
 
 Projection = Callable[[Array], Array]
 """A linear layer, or several concatenated ones that share x: a function from x [B, S, K] to y [B, S, N]."""

@@ -17,10 +17,10 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from cupy_awq.llm.decoder.states import Cache, KvState
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 
 Array = npt.NDArray[Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder remembers of the past tokens of every sequence in a batch: one state per layer, in a `Cache`."""
+"""The memory of a decoder of the past tokens of every sequence in a batch: one state per layer, in a `Cache`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.description import Attention, LayerSpec
-from cupy_awq.llm.decoder.rope import Rope
+from cupy_awq.llm.families.description import Attention, LayerSpec
+from cupy_awq.llm.families.rope import Rope
 
 
 @dataclass(frozen=True)

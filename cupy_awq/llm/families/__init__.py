@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.families import llama, qwen2, qwen3
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 
 

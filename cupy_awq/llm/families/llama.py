@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cupy_awq.llm.decoder.description import (
+from cupy_awq.llm.families.description import (
     Attention,
     Decoder,
     LayerSpec,

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.families import llama
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 
 MODEL_TYPE = "qwen2"

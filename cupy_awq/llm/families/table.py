@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_awq.llm.decoder.description import LinearSpec
-from cupy_awq.llm.decoder.rope import Rope
+from cupy_awq.llm.families.description import LinearSpec
+from cupy_awq.llm.families.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 from cupy_awq import atomic
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm import families
-from cupy_awq.llm.decoder.description import Decoder, LayerSpec, LinearSpec, NormSpec
+from cupy_awq.llm.families.description import Decoder, LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files import hugging_face
 from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress

@@ -19,7 +19,7 @@ from cupy_awq.checkpoint.gguf import tensors as gguf
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import read_values
 from cupy_awq.llm import families
-from cupy_awq.llm.decoder.description import Decoder
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.gguf_tokenizer import load_tokenizer, show

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.llm import families
-from cupy_awq.llm.decoder.description import Decoder
 from cupy_awq.llm.extra import import_extra
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.text.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, make_pre_tokenizer
 from cupy_awq.llm.text.tokenizer import Tokenizer
 

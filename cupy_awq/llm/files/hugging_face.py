@@ -13,7 +13,7 @@ from cupy_awq import checkpoint
 from cupy_awq.checkpoint import CheckpointError, Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import families
-from cupy_awq.llm.decoder.description import Decoder
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.chat_template import MAX_TEMPLATE_CHARACTERS

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cupy_awq import reference
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm.decoder.description import Decoder, LinearSpec, NormSpec
+from cupy_awq.llm.families.description import Decoder, LinearSpec, NormSpec
 
 if TYPE_CHECKING:
     from cupy_awq.llm.text.tokenizer import Tokenizer
