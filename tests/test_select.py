@@ -241,12 +241,12 @@ def test_explain_of_a_batch_invariant_layer_with_an_order_names_the_launch() -> 
         ((0, 64, 64, 64), {}, ValueError, "m: expected at least 1, got 0"),
         ((2147483648, 8, 128), {}, ValueError, "m: expected at most 2147483647, got 2147483648"),
         ((1, 128, 2**40), {}, ValueError, "n: expected at most 2147483647, got"),
-        ((1, 64, 64, 64), {"arch": "90"}, TypeError, "arch: expected an integer, got '90'"),
+        ((1, 64, 64, 64), {"arch": "85"}, ValueError, "arch: expected one of 60, 61, .*, got '85'"),
         ((1, 64, 63, 64), {}, ValueError, "n: expected a multiple of 8, got 63"),
         ((1, 64, 64, 48), {}, ValueError, "group_size: expected a divisor of K = 64"),
         ((1.0, 64, 64, 64), {}, TypeError, "m: expected an integer, got 1.0"),
         ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype: expected"),
-        ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
+        ((1, 64, 64, 64), {"arch": 50}, ValueError, "arch: expected one of 60, .*, got 50"),
         ((1, 64, 64, 64), {"order": True}, ValueError, "order: expected False without layer=True, got True"),
         ((1, 64, 64, 64), {"layer": True, "order": 1}, TypeError, "order: expected"),
     ],
@@ -260,6 +260,14 @@ def test_explain_takes_integers_of_numpy() -> None:
     sizes = 2, 4096, 12288
     for dtype in (np.int64, np.int32, np.uint16):
         assert cupy_awq.explain(*map(dtype, sizes), arch=90) == cupy_awq.explain(*sizes, arch=90)
+
+
+def test_an_architecture_has_the_same_names_everywhere() -> None:
+    for arch in (90, "90", "90a", "sm_90", "sm_90a", np.int64(90)):
+        assert device.nominal(arch) == device.nominal(90)
+    for arch in ("90b", "sm90", "compute_90", "9.0", "", 9, 999):
+        with pytest.raises(ValueError, match="arch: expected one of"):
+            device.nominal(arch)
     assert "x[2147483647, 128]" in cupy_awq.explain(2147483647, 128, 8, arch=90)
 
 

@@ -170,7 +170,7 @@ def explain(
     group_size: int = 128,
     dtype: Any = "float16",
     *,
-    arch: int | None = None,
+    arch: int | str | None = None,
     layer: bool = False,
     order: bool = False,
     batch_invariant: bool = False,
@@ -186,8 +186,8 @@ def explain(
         m, k, n: sizes, in the order of x [M, K] @ W [K, N].
         group_size: number of rows of W that share scales and zero points; -1 for K.
         dtype: dtype of x: float16, bfloat16 or float32.
-        arch: target architecture such as 80, for which a typical GPU is assumed; by default the current GPU, or an H100
-            if there is no GPU.
+        arch: target architecture such as 80, "90a" or "sm_87", for which a typical GPU is assumed; by default the
+            current GPU, or an H100 if there is no GPU.
         layer: True for the kernels that `AwqLinear` can use, which repacks its weight on Hopper; False for the kernels
             that `gemm` can use, which read the AWQ layout.
         order: True for an `AwqLinear` with an activation order (requires ``layer``); then the last line of the table
@@ -214,11 +214,7 @@ def explain(
     if n % 8:
         raise ValueError(f"n: expected a multiple of 8, got {n}")
     size, element = check_scalar.validate_group_size(k, group_size), check.validate_float_dtype(dtype)
-    gpu = (
-        device.nominal(check_scalar.validate_integer(arch, "arch", 0))
-        if arch is not None
-        else device.current_or_nominal()
-    )
+    gpu = device.find(arch)
     layouts = select.weight_layouts(k, n, size, "float16", "packed", gpu) if layer else (AWQ,)
     problem = Problem(m, n, k, size, element.name, layouts=layouts, batch_invariant=batch_invariant)
     if not order:

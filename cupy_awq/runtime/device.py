@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -147,6 +148,10 @@ class Device:
         return FP16_FLOPS_PER_SM_CLOCK[known]
 
 
+ARCHITECTURES = (60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
+"""The architectures (10 * compute capability) of NVIDIA's GPUs since Pascal."""
+
+
 def _device(name: str, arch: int, sms: int, block_kb: int, sm_kb: int, l2_mb: float, gbs: float) -> Device:
     return Device(name, arch, arch, sms, block_kb * 1024, sm_kb * 1024, int(l2_mb * 2**20), gbs)
 
@@ -189,19 +194,24 @@ An architecture that is not listed has the value of the closest lower one in the
 """
 
 
-def nominal(arch: int) -> Device:
+def nominal(arch: int | str) -> Device:
     """Return the properties of a typical GPU of ``arch``, or of the closest older architecture in `NOMINAL`.
 
-    Raises:
-        ValueError: ``arch`` is older than all architectures in `NOMINAL`.
+    Args:
+        arch: 10 * compute capability: 90, "90", "90a" or "sm_90a".
 
-    >>> nominal(90).sm_count
-    132
+    Raises:
+        ValueError: ``arch`` is none of these, or not in `ARCHITECTURES`.
+
+    >>> nominal(90).sm_count, nominal("sm_87").name
+    (132, 'Jetson AGX Orin')
     """
-    known = [a for a in NOMINAL if a <= arch]
-    if not known:
-        raise ValueError(f"arch: expected a compute capability of {min(NOMINAL)} or more, got {arch}")
-    return replace(NOMINAL[max(known)], arch=arch, native=arch)
+    match = re.fullmatch(r"(?:sm_)?([0-9]{2,3})[af]?", str(arch))
+    number = 0 if match is None else int(match[1])
+    if number not in ARCHITECTURES:
+        known = ", ".join(map(str, ARCHITECTURES))
+        raise ValueError(f"arch: expected one of {known}, also written as sm_90 or 90a, got {arch!r:.80}")
+    return replace(NOMINAL[max(a for a in NOMINAL if a <= number)], arch=number, native=number)
 
 
 def forced_arch() -> int | None:
@@ -225,9 +235,11 @@ def current() -> Device:
     return of(cupy.cuda.runtime.getDevice())
 
 
-def current_or_nominal() -> Device:
-    """Return the properties of CuPy's current GPU, or of an H100 if there is no GPU."""
-    return current() if placement.gpu_count() else nominal(90)
+def find(arch: int | str | None = None) -> Device:
+    """Return `nominal(arch)`, or for None the properties of CuPy's current GPU, or of an H100 if there is no GPU."""
+    if arch is None and placement.gpu_count():
+        return current()
+    return nominal(90 if arch is None else arch)
 
 
 @functools.cache

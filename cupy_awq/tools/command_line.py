@@ -11,27 +11,28 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
 from cupy_awq.tools import blas_threads, convert_command, llm_commands, quantize_command, system
+from cupy_awq.tools.operation_arguments import (
+    OPERATION_OPTIONS,
+    add_dtype,
+    add_operation,
+    check_operation,
+    make_settings,
+    parse_count,
+    refuse,
+)
 
-if TYPE_CHECKING:
-    from cupy_awq.tools.operations import Settings
-
-DTYPES = ("float16", "bfloat16", "float32")
-OPS = ("gemm", "gemm_int8", "conv2d")
 MS = [1, 16, 64]
 """The default values of M of `bench` and `explain`."""
-OPERATION_OPTIONS = ("op", "dtype", "group_size", "image", "window")
-"""The options of an operation on random weights, which do not apply to a --model."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             blas_threads.OPTION,
             metavar="N",
-            type=_count,
+            type=parse_count,
             help="threads of products on the CPU (default: the cores that are idle at the start)",
         )
         added.set_defaults(run=run)
@@ -123,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model qwen3-8b",
     ]
     bench = command("bench", _bench, "time an operation for the shapes of your layers", BENCH, examples)
-    _add_operation(bench, nargs="*", ms=",".join(map(str, MS)))
-    _add_dtype(bench)
+    add_operation(bench, nargs="*", ms=",".join(map(str, MS)))
+    add_dtype(bench)
     bench.add_argument(
         "--kernel", metavar="NAME", help="gemm: force this kernel for the AWQ layout (default: AwqLinear selects one)"
     )
@@ -148,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model Qwen3-8B-AWQ/ --m 1,4",
     ]
     tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, examples)
-    _add_operation(tune, nargs="*", ms="the powers of two up to 4096; conv2d: to 32")
+    add_operation(tune, nargs="*", ms="the powers of two up to 4096; conv2d: to 32")
     tune.add_argument(
         "--tries", metavar="T", type=int, help="configurations to time per shape and M (default: 12; 60 with --model)"
     )
@@ -173,10 +174,12 @@ def _parser() -> argparse.ArgumentParser:
         "64x256 --op conv2d --image 14 --arch 90",
     ]
     explain = command("explain", _explain, "print each kernel's time, or why it is not legal", EXPLAIN, examples)
-    _add_operation(explain, nargs="+", ms=",".join(map(str, MS)))
-    _add_dtype(explain)
+    add_operation(explain, nargs="+", ms=",".join(map(str, MS)))
+    add_dtype(explain)
     explain.add_argument(
-        "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: that of the current GPU)"
+        "--arch",
+        metavar="ARCH",
+        help="compute capability, such as 90 (default: the current GPU, or an H100 without one)",
     )
     explain.add_argument(
         "--layer",
@@ -198,28 +201,6 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add(command)
     system.add(command)
     return parser
-
-
-def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: str) -> None:
-    """Add the arguments for the operation and its sizes to ``parser``; ``ms`` describes the default of --m."""
-    parser.add_argument(
-        "shapes", metavar="KxN", nargs=nargs, type=_shape, help="shape of W: in features x out features, as 4096x12288"
-    )
-    parser.add_argument("--m", metavar="M,M,...", type=_counts, help=f"rows of x (default: {ms})")
-    parser.add_argument(
-        "--group-size", metavar="G", type=int, help="gemm, gemm_int8: rows of W per group, -1 for K (default: 128)"
-    )
-    parser.add_argument(
-        "--op",
-        choices=OPS,
-        help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images",
-    )
-    parser.add_argument("--image", metavar="S", type=int, help="conv2d: S x S pixels (default: 56)")
-    parser.add_argument("--window", metavar="S", type=int, help="conv2d: S x S filter (default: 3)")
-
-
-def _add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of x (default: float16); not for conv2d")
 
 
 DEMO = """
@@ -267,26 +248,6 @@ this GPU model; all others are "modelled" by the kernel's cost model. The line "
 says whether the cost models or a table of tuned configurations determined the choice."""
 
 
-def _shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"expected KxN such as 4096x12288, got {text!r}")
-    return int(match[1]), int(match[2])
-
-
-def _counts(text: str) -> list[int]:
-    counts = text.split(",")
-    if not all(re.fullmatch(r"[1-9]\d{0,8}", count) for count in counts):
-        raise argparse.ArgumentTypeError(f"expected positive integers such as 1,16,64, got {text!r}")
-    return [int(count) for count in counts]
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
-
-
 def _print(value: Any, text: str, as_json: bool) -> int:
     print(json.dumps(value, indent=2) if as_json else text)
     return 0
@@ -322,9 +283,9 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected shapes KxN or a --model")
     if args.model is not None:
         return _bench_model(args)
-    op = _operation(args, "bench")
+    op = check_operation(args, "bench")
     if op != "gemm":
-        _refuse(args, f"bench: --op {op}", "dtype")
+        refuse(args, f"bench: --op {op}", "dtype")
     if args.kernel and args.batch_invariant:
         raise ValueError("bench: expected --kernel or --batch-invariant, got both")
     figure = bench.new_figure() if args.plot else None  # raises before the benchmark if matplotlib is missing
@@ -332,7 +293,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()
     options = {"kernel": args.kernel, "planned": args.plan, "batch_invariant": args.batch_invariant}
-    settings = _settings(args, device, dtype=args.dtype, **options)
+    settings = make_settings(args, device, dtype=args.dtype, **options)
     rows, ceilings = bench.run(op, args.shapes, args.m or MS, settings, lambda text: _progress("bench", text))
     if figure:
         bench.draw(figure, rows, placement.device_name(device))
@@ -340,35 +301,11 @@ def _bench(args: argparse.Namespace) -> int:
     return _print(bench.to_json(rows, ceilings, device), bench.render(rows, ceilings, device), args.json)
 
 
-def _operation(args: argparse.Namespace, command: str) -> str:
-    """Return the operation; raise ValueError for options that are not for this operation."""
-    op: str = args.op or "gemm"
-    others = ("group_size", "dtype") if op == "conv2d" else ("image", "window")
-    only_gemm = () if op == "gemm" else ("kernel", "plan", "batch_invariant", "layer", "order")
-    _refuse(args, f"{command}: --op {op}", *others, *only_gemm)
-    return op
-
-
-def _refuse(args: argparse.Namespace, case: str, *names: str) -> None:
-    """Raise ValueError if an option with one of these names is given; options that the command lacks are not."""
-    values = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
-    given = [option for option, value in values.items() if value is not None and value is not False]
-    if given:
-        raise ValueError(f"{case} takes no {', '.join(given)}")
-
-
-def _settings(args: argparse.Namespace, device: int, **options: Any) -> Settings:
-    from cupy_awq.tools.operations import Settings
-
-    options |= {name: getattr(args, name) for name in ("group_size", "image", "window")}
-    return Settings(device, **{name: value for name, value in options.items() if value is not None})
-
-
 def _bench_model(args: argparse.Namespace) -> int:
     from cupy_awq.tools import bench_llm as speed
     from cupy_awq.tools.table import render
 
-    _refuse(args, "bench: --model", *("kernel", "plan", "batch_invariant", "plot"), *OPERATION_OPTIONS)
+    refuse(args, "bench: --model", *("kernel", "plan", "batch_invariant", "plot"), *OPERATION_OPTIONS)
     rows = speed.measure(
         args.model,
         batches=tuple(args.m or speed.BATCHES),
@@ -404,9 +341,9 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
     if args.model is not None:
         return _tune_model(args, device)
-    op = _operation(args, "tune")
+    op = check_operation(args, "tune")
     ms = args.m or [1 << i for i in range(6 if op == "conv2d" else 13)]
-    settings = _settings(args, device, cached=False)
+    settings = make_settings(args, device, cached=False)
     tries, rows, path = args.tries or 12, [], None
     for row in autotune.run(op, args.shapes, ms, settings, tries, progress=lambda text: _progress("tune", text)):
         rows.append(row)
@@ -419,7 +356,7 @@ def _tune(args: argparse.Namespace) -> int:
 def _tune_model(args: argparse.Namespace, device: int) -> int:
     from cupy_awq.tools import decode_tuning
 
-    _refuse(args, "tune: --model", *OPERATION_OPTIONS)
+    refuse(args, "tune: --model", *OPERATION_OPTIONS)
     steps, path = [], None
     for step in decode_tuning.run(
         args.model,
@@ -443,14 +380,13 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    op = _operation(args, "explain")
+    op = check_operation(args, "explain")
     cases = [(m, k, n) for k, n in args.shapes for m in args.m or MS]
     if op != "gemm":
         return _explain_problem(args, op, cases)
     names = ("group_size", "dtype", "arch", "layer", "order", "batch_invariant")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    print("\n\n".join(cupy_awq.explain(*case, **options) for case in cases))
-    return 0
+    return _print_explained([cupy_awq.explain(*case, **options) for case in cases], args.arch)
 
 
 def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, int, int]]) -> int:
@@ -459,8 +395,14 @@ def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, i
     from cupy_awq.runtime import device
     from cupy_awq.tools.operations import typical_problem
 
-    settings = _settings(args, HOST, dtype=args.dtype)
-    gpu = device.nominal(args.arch) if args.arch is not None else device.current_or_nominal()
+    settings = make_settings(args, HOST, dtype=args.dtype)
+    gpu = device.find(args.arch)
     problems = [typical_problem(op, (k, n), m, settings) for m, k, n in cases]
-    print("\n\n".join(select.explain(problem, gpu) for problem in problems))
+    return _print_explained([select.explain(problem, gpu) for problem in problems], args.arch)
+
+
+def _print_explained(texts: Sequence[str], arch: str | None) -> int:
+    print("\n\n".join(texts))
+    if arch is None and not placement.gpu_count():
+        print("explain: no GPU here, so an H100 is assumed; --arch assumes another", file=sys.stderr)
     return 0

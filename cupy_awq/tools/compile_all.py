@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,12 +129,10 @@ def run(archs: list[str], batch_invariant: bool = False) -> int:
         1 if a kernel uses local memory or has serialized wgmma instructions, else 0.
 
     Raises:
-        ValueError: an architecture is unknown or below compute capability 6.0.
+        ValueError: an architecture is unknown.
     """
-    for arch in archs:
-        if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
-            raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
-    listed = [kernel for arch in archs for kernel in kernels(int(arch.rstrip("a")), batch_invariant)]
+    gpus = [device.nominal(arch) for arch in archs]
+    listed = [kernel for gpu in gpus for kernel in kernels(gpu.arch, batch_invariant)]
     local = serialized = 0
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

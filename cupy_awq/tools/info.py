@@ -74,7 +74,7 @@ def list_kernels(specs: Sequence[ModuleSpec]) -> dict[str, Any]:
     The GPU is the current one, or a typical H100 if there is none. A form is a group size, kind of zero points and
     dtype; ``layers`` is the number of modules with the same shape and form.
     """
-    gpu = device.current_or_nominal()
+    gpu = device.find()
     shapes = []
     forms = Counter((spec.k, spec.n, spec.group_size, spec.zeros, str(spec.dtype)) for spec in specs)
     for (k, n, group_size, zeros, dtype), layers in forms.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``info`` prints without a checkpoint, and the command ``cache``: versions, GPUs, and the cache folder."""
+"""Versions, GPUs and the cache folder: ``info`` without a checkpoint, and the command ``cache``."""
 
 from __future__ import annotations
 
