@@ -99,7 +99,12 @@ def test_reader_that_closes_the_pipe_causes_no_traceback() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="shells close streams differently there")
 @pytest.mark.parametrize(
     ("command", "code"),
-    [("explain 128x64 --arch 80 >&-", 0), ("explain 128x64 >&- 2>&-", 0), ("info nowhere >&- 2>&- <&-", 2), ("--version >&-", 0)],
+    [
+        ("explain 128x64 --arch 80 >&-", 0),
+        ("explain 128x64 >&- 2>&-", 0),
+        ("info nowhere >&- 2>&- <&-", 2),
+        ("--version >&-", 0),
+    ],
 )
 def test_closed_streams_cause_no_traceback(command: str, code: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(cupy_awq.__file__).parents[1])}

@@ -206,8 +206,8 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
 ) -> None:
     """The user's table first has the slowest configurations, so that faster ones are found."""
     if is_random:
-        name = "tiny"
-        monkeypatch.setitem(bench_llm.SHAPES, name, replace(bench_llm.SHAPES["qwen3-0.6b"], layers=6, vocab=2048))
+        name, whole = "tiny", bench_llm.SHAPES["qwen3-0.6b"]
+        monkeypatch.setitem(bench_llm.SHAPES, name, replace(whole, layers=whole.layers[:6]))
     else:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
         config = {**llm_models.QWEN3, **sizes, "num_hidden_layers": 3}

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.kernels.quantization import refine_group as group_kernel
-from cupy_awq.kernels.quantization import round_channels as block_kernel
+from cupy_awq.kernels.quantization.refine_group import GroupRefinement
+from cupy_awq.kernels.quantization.round_channels import ChannelRounding
+from cupy_awq.kernels.select import planner
 from cupy_awq.quantization.error_compensation import round_channels
 from cupy_awq.quantization.grid import LIMITS, Grid
 from cupy_awq.quantization.refinement import refine_group
@@ -43,7 +44,7 @@ def check_block(backend: str, arch: int, channels: int, n: int, seed: int, *, ha
     freeze(target, old, factors, bottom, top)
     buffers = {"target": target, "old": old, "factors": factors, "bottom": bottom, "top": top}
     results = {name: np.full_like(target, np.nan) for name in ("codes", "changes")}
-    runner(backend)(block_kernel.plan(facts(arch, backend), channels, n), buffers | results)
+    runner(backend)(planner(ChannelRounding)(facts(arch, backend), channels, n), buffers | results)
     again = target.copy()
     expected = round_channels(again, again if old is None else old, factors.T, Grid(bottom, bottom, bottom, top))
     for found, wanted in zip(results.values(), expected, strict=True):
@@ -86,7 +87,7 @@ def check_group(
     freeze(codes, curved, gradient, total)
     step = refine_group(codes, curved, gradient, total, wanted[0][:, at], wanted[1][:, at], symmetric=symmetric)
     found = np.full_like(codes, np.nan)
-    plan = group_kernel.plan(
+    plan = planner(GroupRefinement)(
         facts(arch, backend), group_size, n, groups, str(dtype), LIMITS[dtype], symmetric=symmetric
     )
     before = scale.copy()
