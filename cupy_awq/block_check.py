@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_awq import check, check_scalar
+from cupy_awq import check, check_scalar, overlap
 from cupy_awq.activation import ACTIVATIONS, Activation
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
@@ -158,6 +158,11 @@ def validate_block_weight(weight: Any) -> BlockQuantizedWeight:
     return weight
 
 
+def validate_disjoint(out: Array, weight: BlockQuantizedWeight, bias: Array | None) -> None:
+    """Raise ValueError if the memory of ``out`` overlaps an array of the weight, or the bias."""
+    overlap.validate_disjoint(out, weight=weight.stored, scale=weight.scale, offset=weight.offset, bias=bias)
+
+
 def validate_float_x(x: Array, weight: BlockQuantizedWeight) -> None:
     """Raise TypeError unless x is a float16, bfloat16 or float32 array on the device of ``weight``."""
     check.validate_device(x, "x", weight.device, "the weight")
@@ -234,6 +239,7 @@ def validate_quantized_product(
     if out is not None:
         dtype = check.validate_float_dtype(getattr(out, "dtype", None), "out")
         check.validate_out(out, (m, n), dtype, weight.device)
+        validate_disjoint(out, weight, bias)
     return QuantizedProduct(m, n, k, size, dtype, row_scales)
 
 
@@ -257,6 +263,7 @@ def validate_float_product(
         check.validate_bias(bias, n, device=weight.device)
     if out is not None:
         check.validate_out(out, (m, n), x.dtype, weight.device)
+        validate_disjoint(out, weight, bias)
     return QuantizedProduct(m, n, k, weight.block_size, x.dtype)
 
 

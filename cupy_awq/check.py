@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from cupy_awq import check_scalar
+from cupy_awq import check_scalar, overlap
 from cupy_awq.activation import ACTIVATIONS, Activation
 
 Array: TypeAlias = Any
@@ -262,16 +262,20 @@ def validate_bias(bias: StridedArray, n: int, dtype: Any = None, device: int | N
 
 
 def validate_out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    """Check that `out` has the given shape, dtype and device. Any strides are accepted.
+    """Check that `out` has the given shape, dtype and device, and that no two elements share memory.
 
-    Raises TypeError if the type, the dtype or the device differs, and ValueError if the shape differs or `out` is a
-    read-only NumPy array.
+    All other strides are accepted.
+
+    Raises TypeError if the type, the dtype or the device differs, and ValueError if the shape differs, elements share
+    memory, or `out` is a read-only NumPy array.
 
     >>> validate_out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
     _like_result(out, "out", shape, dtype, device)
     if device == HOST and not out.flags.writeable:
         raise ValueError("out: expected a writable array, got a read-only one")
+    if overlap.shares_elements(out):
+        raise ValueError(f"out: expected elements that do not share memory, got strides {out.strides}")
 
 
 def validate_activation(activation: Any) -> Activation:

@@ -4,27 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from cupy_awq import check, check_scalar
+from cupy_awq import check, check_scalar, overlap
+from cupy_awq.array_types import ArrayT, CudaArray, LayerOptions
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
-from cupy_awq.ops import concatenation, gemm_launch
+from cupy_awq.ops import concatenation
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.gather_columns import ActivationOrder, gather_columns
+from cupy_awq.ops.prepared_gemm import PreparedGemm, gemm_problem, keep, run_gemm, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from cupy_awq.block_weight import BlockQuantizedWeight
 
-MAX_LAUNCHES = 256
-"""The largest number of launches that a layer caches, one for each set of shapes, strides and dtypes of arguments."""
+MAX_PREPARED = 256
+"""The largest number of GEMMs that a layer caches, one for each set of shapes, strides and dtypes of arguments."""
 
 
 class AwqLinear:
@@ -78,11 +82,11 @@ class AwqLinear:
         "_activation",
         "_batch_invariant",
         "_bias",
-        "_launches",
         "_operand",
         "_order",
         "_pointers",
         "_prefers_int8",
+        "_prepared",
         "_quantized",
         "_splits",
         "_weight",
@@ -112,7 +116,7 @@ class AwqLinear:
         self._bias = bias
         self._order = None if order is None else ActivationOrder.of(order, spec.k, spec.device)
         self._activation = activation
-        self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
+        self._prepared: dict[Any, PreparedGemm] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8", "auto")):
             raise ValueError(f"x_dtype: expected None, 'int8', 'fp8' or 'auto', got {x_dtype!r}")
         self._x_dtype = x_dtype
@@ -135,8 +139,7 @@ class AwqLinear:
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
-        pointers = gemm_launch.weight_pointers
-        self._pointers = pointers(self._operand, bias, self._order) if spec.device != check.HOST else ()
+        self._pointers = () if spec.device == check.HOST else weight_pointers(self._operand, bias, self._order)
 
     @classmethod
     def concatenate(
@@ -185,12 +188,8 @@ class AwqLinear:
         for i, weight in enumerate(weights):
             if not isinstance(weight, PackedWeight):
                 raise TypeError(f"parts[{i}]: expected an AwqLinear or a PackedWeight, got {type(weight).__name__}")
-        first = weights[0].spec
-        for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
-            for name in ("k", "group_size", "dtype", "zeros", "device"):
-                expected, found = getattr(first, name), getattr(weight.spec, name)
-                if found != expected:
-                    raise ValueError(f"parts[{i}]: expected {name}={expected} as in parts[0], got {found}")
+        first = concatenation.common_spec(weights)
+        for i, layer in enumerate(layers):
             if layer is None:
                 continue
             if layer.activation is not None:
@@ -279,6 +278,10 @@ class AwqLinear:
         ends = np.cumsum(self._splits).tolist()
         return [y[..., end - size : end] for size, end in zip(self._splits, ends, strict=True)]
 
+    @overload
+    def __call__(self, x: ArrayT, /, **options: Unpack[LayerOptions]) -> ArrayT: ...
+    @overload
+    def __call__(self, x: CudaArray, /, **options: Unpack[LayerOptions]) -> Array: ...
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
@@ -290,18 +293,18 @@ class AwqLinear:
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
-            launch = self._launches.get(key)
+            prepared = self._prepared.get(key)
         except (AttributeError, ValueError, TypeError):  # arguments are not CuPy arrays, or dtype is not hashable
-            key = launch = None
-        if launch is not None:
-            y = launch.run(x, residual, out, self._pointers)
+            key = prepared = None
+        if prepared is not None:
+            y = prepared.run(x, residual, out, self._pointers)
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        options |= {"batch_invariant": self._batch_invariant, "order": self._order}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
-        if launch is not None and key is not None:
-            gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
+        options |= {"batch_invariant": self._batch_invariant, "order": self._order, "constants": self._pointers}
+        y, prepared = run_gemm(x, self._operand, **options)
+        if prepared is not None and key is not None:
+            keep(self._prepared, key, prepared, MAX_PREPARED)
         return y
 
     def _multiply_quantized(
@@ -322,16 +325,13 @@ class AwqLinear:
         shape = *x.shape[:-1], spec.n
         if out is not None:
             check.validate_out(out, shape, x.dtype, spec.device)
+            overlap.validate_disjoint(out, **self._weight.tensors, bias=self._bias)
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
         linear = linear_fp8 if self._x_dtype == "fp8" else linear_int8
         y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
-        if out is None:
-            return y
-        if not in_place:
-            out[...] = y
-        return out
+        return out if in_place else arrays.deliver(y, out)
 
     def plan(
         self,
@@ -427,7 +427,7 @@ class AwqLinear:
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}
-        problem = gemm_launch.gemm_problem(self._operand, form, m, element, **fields)
+        problem = gemm_problem(self._operand, form, m, element, **fields)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq import check
+from cupy_awq import check, overlap
 from cupy_awq.packing import round_once, unpack_int4, unpack_int8
+from cupy_awq.weight import PackedWeight
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +33,6 @@ _FEW_ROWS = 8
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
 
-@_quiet
 def dequantize(
     qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
 ) -> Array:
@@ -51,21 +51,36 @@ def dequantize(
     array([[-4. , -3.5, -3. , -2.5, -2. , -1.5, -1. , -0.5],
            [ 3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5]], dtype=float16)
     """
-    spec = check.validate_weight(qweight, scales, qzeros)
-    to = spec.dtype if dtype is None else check.validate_float_dtype(dtype)
-    if out is None:
-        out = np.empty((spec.k, spec.n), to)
-    else:
-        check.validate_out(out, (spec.k, spec.n), to, check.HOST)
+    weight = PackedWeight(qweight, scales, qzeros)
+    to = validate_dequantization(weight, dtype, out)
+    return dequantize_validated(weight, np.empty(weight.shape, to) if out is None else out)
+
+
+def validate_dequantization(weight: PackedWeight, dtype: Any, out: Any) -> np.dtype[Any]:
+    """Return the dtype of W, for the arguments of `dequantize`.
+
+    Raises:
+        TypeError, ValueError: dtype or out do not fit the weight.
+    """
+    to = weight.dtype if dtype is None else check.validate_float_dtype(dtype)
+    if out is not None:
+        check.validate_out(out, weight.shape, to, weight.spec.device)
+        overlap.validate_disjoint(out, **weight.tensors)
+    return to
+
+
+@_quiet
+def dequantize_validated(weight: PackedWeight, out: Array) -> Array:
+    """Dequantize a weight to ``out``, which `validate_dequantization` accepts, and return ``out``."""
+    spec, to = weight.spec, out.dtype
     # q * s + o is exact in float64. In float32 it would be rounded, and then rounded again to `dtype`.
     exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
     _, columns = _orders(spec.n)
-    for rows, block in _blocks(qweight, scales, qzeros, spec, _BLOCK, exact):
+    for rows, block in _blocks(weight, _BLOCK, exact):
         out[rows] = round_once(block, to).take(columns, axis=1)
     return out
 
 
-@_quiet
 def matmul(
     x: Array,
     qweight: Array,
@@ -110,10 +125,28 @@ def matmul(
     >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None, activation=(3.5, 5))
     array([3.5, 3.5, 4. , 4.5, 5. , 5. , 5. , 5. ], dtype=float16)
     """
-    spec = check.validate_weight(qweight, scales, qzeros)
-    element, shape, bias_dtype, form = check.validate_product(
-        x, spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
+    weight = PackedWeight(qweight, scales, qzeros)
+    product = check.validate_product(
+        x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
     )
+    if out is not None:
+        overlap.validate_disjoint(out, **weight.tensors, bias=bias)
+    return matmul_validated(x, weight, product, bias, residual, out, batch_invariant)
+
+
+@_quiet
+def matmul_validated(
+    x: Array,
+    weight: PackedWeight,
+    product: check.Product,
+    bias: Array | None,
+    residual: Array | None,
+    out: Array | None,
+    batch_invariant: bool,
+) -> Array:
+    """Compute `matmul` for validated arguments, of which ``product`` is the result of `check.validate_product`."""
+    spec = weight.spec
+    element, shape, bias_dtype, form = product
     if out is None:
         out = np.empty(shape, x.dtype)
     rows_of_x = x.view(element).astype(np.float32).reshape(-1, spec.k)
@@ -122,7 +155,7 @@ def matmul(
     if m:
         size = _BLOCK if m <= _FEW_ROWS or batch_invariant else _LARGE_BLOCK
         multiply = multiply_rows if batch_invariant else np.matmul
-        for rows, block in _blocks(qweight, scales, qzeros, spec, size, np.float32):
+        for rows, block in _blocks(weight, size, np.float32):
             total += multiply(rows_of_x[:, rows], block)
     y = total.take(_orders(spec.n)[1], axis=1)
     if bias is not None and bias_dtype is not None:
@@ -173,19 +206,13 @@ def int8_to_fp16(words: Array, /) -> Array:
     return values.astype(np.float16)
 
 
-def _blocks(
-    qweight: Array,
-    scales: Array,
-    qzeros: Array | None,
-    spec: check.WeightSpec,
-    size: int,
-    exact: type[np.floating[Any]],
-) -> Iterator[tuple[slice, Array]]:
+def _blocks(weight: PackedWeight, size: int, exact: type[np.floating[Any]]) -> Iterator[tuple[slice, Array]]:
     """Dequantize a weight in consecutive slices of rows; yield (rows, W[rows]).
 
     W[rows] has the dtype `exact` and its columns are in plane order. A slice has about `size` weights: whole groups, or
     a part of one group.
     """
+    qweight, scales, qzeros, spec = weight.qweight, weight.scales, weight.qzeros, weight.spec
     k, n, group_size = spec.k, spec.n, spec.group_size
     groups = k // group_size
     words = qweight.reshape(groups, group_size, n // 8)

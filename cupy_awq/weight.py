@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from cupy_awq import check
+from cupy_awq.array_types import ArrayT, CudaArray
 from cupy_awq.check import Array, StridedArray
 
 
@@ -52,13 +53,21 @@ class PackedWeight:
 
     def __init__(self, qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None, /) -> None:
         spec = check.validate_weight(qweight, scales, qzeros)
-        for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("spec", spec)):
-            object.__setattr__(self, name, value)
+        assign = object.__setattr__  # the dataclass is frozen
+        assign(self, "qweight", qweight)
+        assign(self, "scales", scales)
+        assign(self, "qzeros", qzeros)
+        assign(self, "spec", spec)
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape (K, N)."""
         return self.spec.k, self.spec.n
+
+    @property
+    def tensors(self) -> dict[str, Array | None]:
+        """The arrays by name: qweight, scales and qzeros."""
+        return {"qweight": self.qweight, "scales": self.scales, "qzeros": self.qzeros}
 
     @property
     def group_size(self) -> int:
@@ -76,10 +85,14 @@ class PackedWeight:
         zeros = 0 if self.qzeros is None else self.qzeros.nbytes
         return int(self.qweight.nbytes + self.scales.nbytes + zeros)
 
+    @overload
+    def __rmatmul__(self, x: ArrayT) -> ArrayT: ...
+    @overload
+    def __rmatmul__(self, x: CudaArray) -> Array: ...
     def __rmatmul__(self, x: Array) -> Array:
         import cupy_awq  # imported here, since `gemm` imports this module
 
-        return cupy_awq.gemm(x, self.qweight, self.scales, self.qzeros)
+        return cupy_awq.gemm(x, self)
 
     def __repr__(self) -> str:
         k, n, group_size, zeros, dtype, device = self.spec

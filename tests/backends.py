@@ -33,10 +33,10 @@ def on_gpu(plan: LaunchPlan, buffers: Buffers) -> None:
     """Run a plan on the current GPU, on copies that have the strides and alignment of the arrays."""
     import cupy
 
-    from cupy_awq.runtime.launch import launch
+    from cupy_awq.runtime.launcher import launch
 
     copies = {name: None if a is None else _copy(a) for name, a in buffers.items()}
-    launch(plan, copies)
+    launch(plan, copies, cupy.cuda.runtime.getDevice())
     cupy.cuda.get_current_stream().synchronize()
     for name, a in buffers.items():
         if a is not None and a.flags.writeable:

@@ -27,7 +27,6 @@ from cupy_awq import (
     linear_int8,
     quantize_activations,
 )
-from cupy_awq.ops import execute
 from cupy_awq.tools.testing import random_weight as random_awq
 from tests.block_weights import float64_values, naive_conv, random_weight
 from tests.test_reference import float64_weight
@@ -331,12 +330,9 @@ def test_a_layout_is_complete_before_another_thread_reads_it(monkeypatch: pytest
         seen.append("complete")
 
     def read() -> None:
-        execute.weight_buffers(choice, weight, problem)
+        weight.layout("key", lambda: 1)
         seen.append("read")
 
-    family = SimpleNamespace(prepare_weight=lambda weight, problem: {"weight": weight.layout("key", lambda: 1)})
-    choice: Any = SimpleNamespace(family=family)
-    problem: Any = None
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: SimpleNamespace(synchronize=synchronize))
     first, second = threading.Thread(target=read), threading.Thread(target=read)
     first.start()

@@ -382,7 +382,7 @@ def test_compile_all_refuses_an_invalid_arch(capsys: pytest.CaptureFixture[str])
 def test_launch_passes_arguments_and_honours_the_stream(root: Path) -> None:
     import cupy
 
-    from cupy_awq.runtime.launch import launch
+    from cupy_awq.runtime.launcher import launch
 
     native = device.current().target
     kernel = Kernel("scale.cu", "scale", (("FACTOR", 3),), native)
@@ -391,7 +391,7 @@ def test_launch_passes_arguments_and_honours_the_stream(root: Path) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        launch(plan, {"out": y, "in": x})
+        launch(plan, {"out": y, "in": x}, cupy.cuda.runtime.getDevice())
     stream.synchronize()
     np.testing.assert_array_equal(y.get(), np.where(np.arange(128) < 100, 1.5 * np.arange(128), 0))
 
@@ -400,19 +400,19 @@ def test_launch_passes_arguments_and_honours_the_stream(root: Path) -> None:
 def test_an_older_path_runs_on_a_newer_gpu(root: Path) -> None:
     import cupy
 
-    from cupy_awq.runtime.launch import launch
+    from cupy_awq.runtime.launcher import launch
 
     plan = LaunchPlan(
         Kernel("scale.cu", "scale", (("FACTOR", 3),), "75"), (1, 1, 1), (32, 1, 1), ("out", "in", np.int32(32))
     )
     x, y = cupy.ones(32, cupy.float32), cupy.zeros(32, cupy.float32)
-    launch(plan, {"out": y, "in": x})
+    launch(plan, {"out": y, "in": x}, cupy.cuda.runtime.getDevice())
     assert (y.get() == 1.5).all()
 
 
 @pytest.mark.gpu
 def test_a_refused_launch_names_the_kernel(root: Path) -> None:
-    from cupy_awq.runtime.launch import Launcher
+    from cupy_awq.runtime.launcher import Launcher
 
     kernel = Kernel("scale.cu", "scale", KERNEL.defines, device.current().target)
     plan = LaunchPlan(kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))

@@ -202,7 +202,7 @@ def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyP
         raise AssertionError("a known layout was checked again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear.gemm_launch, "run_gemm", checked)
+        patch.setattr(linear, "run_gemm", checked)
         for x, out in zip(values, outs, strict=True):
             assert layer(put(x), out=out) is out
             check_product(layer(put(x)), x, weight, activation="gelu")
@@ -218,14 +218,14 @@ def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MAX_LAUNCHES", 4)
+    monkeypatch.setattr(linear, "MAX_PREPARED", 4)
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 16, 16)
     layer = AwqLinear(put(weight))
     for m in range(1, 20):
         x = random_activations(rng, m, 64)
         check_product(layer(put(x)), x, weight)
-        assert len(layer._launches) <= 4
+        assert len(layer._prepared) <= 4
 
 
 @pytest.mark.gpu
@@ -407,7 +407,7 @@ def test_copied_layer_does_not_share_prepared_launches() -> None:
     layer, x = AwqLinear(put(weight)), random_activations(rng, 2, 64)
     layer(put(x))
     twin = copy.deepcopy(layer)
-    assert not twin._launches
+    assert not twin._prepared
     assert isinstance(twin.weight, PackedWeight)
     check_product(twin(put(x)), x, weight)
 

@@ -23,7 +23,7 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.ops import gemm as launching
 from cupy_awq.runtime import compile as compiler
-from cupy_awq.runtime import launch, placement
+from cupy_awq.runtime import launcher, placement
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.device import nominal
 from cupy_awq.tools import command_line
@@ -102,8 +102,8 @@ def failing_cupy(n: int) -> Iterator[None]:
     cupy_pool, cupy_module = cupy.cuda.MemoryPool, cupy.cuda.Module
     pool = cupy.get_default_memory_pool()
     compiler._functions.clear()
-    launch.get_launcher.cache_clear()
-    launching._launches.clear()
+    launcher.get_launcher.cache_clear()
+    launching._prepared.clear()
     with pytest.MonkeyPatch.context() as patch, cupy.cuda.using_allocator(limited(pool.malloc, array_error)):
         patch.setattr(cupy.cuda, "MemoryPool", Pool)
         patch.setattr(cupy.cuda, "Module", Module)

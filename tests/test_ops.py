@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq import PackedWeight, reference
+from cupy_awq import PackedWeight, check, reference
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
 from cupy_awq.packing import pack_int8
@@ -86,10 +87,66 @@ def test_slices_of_a_weight_are_used_where_they_lie(zeros: str) -> None:
     check_product(x[:, 32:80] @ PackedWeight(*part), x[:, 32:80], PackedWeight(*part))
 
 
+def test_gemm_takes_a_packed_weight_for_its_three_tensors() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    x, bias = random_activations(np.random.default_rng(1), 3, 64), np.ones(32, np.float16)
+    expected = cupy_awq.gemm(x, *tensors(weight), bias=bias, activation="gelu")
+    np.testing.assert_array_equal(cupy_awq.gemm(x, weight, bias=bias, activation="gelu"), expected)
+    np.testing.assert_array_equal(cupy_awq.gemv(x[0], weight, bias=bias, activation="gelu"), expected[0])
+    qweight, scales, qzeros = tensors(weight)
+    wrong = "expected a PackedWeight, or the arrays qweight, scales and qzeros, got"
+    for operation, rows in ((cupy_awq.gemm, x), (cupy_awq.gemv, x[0])):
+        for arguments, message in (
+            ((), f"weight: {wrong} nothing"),
+            ((qweight,), f"weight: {wrong} ndarray"),
+            ((qweight, scales), f"weight: {wrong} ndarray, ndarray"),
+            ((weight, scales), f"weight: {wrong} PackedWeight, ndarray"),
+            ((qweight, scales, qzeros, None), f"weight: {wrong} ndarray, ndarray, ndarray, NoneType"),
+            (
+                (weight, scales, qzeros),
+                "qweight: expected an array before scales and qzeros, got a PackedWeight, which includes them",
+            ),
+            ((qweight, weight, None), "scales: expected a NumPy or CuPy array, got PackedWeight"),
+        ):
+            with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+                operation(rows, *arguments)
+
+
+def test_x_is_validated_once_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of `validate_product` per product, and one of `validate_weight` for tensors."""
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    layer = cupy_awq.AwqLinear(weight)
+    x, out = random_activations(np.random.default_rng(1), 3, 64), np.empty((3, 32), np.float16)
+    plan = layer.plan(x)
+    seen: list[str] = []
+
+    def recorded(name: str, real: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(name)
+        return real(*arguments, **options)
+
+    for name in ("validate_x", "validate_product", "validate_weight"):
+        monkeypatch.setattr(check, name, functools.partial(recorded, name, getattr(check, name)))
+    product = ["validate_product", "validate_x"]
+    for call, expected in (
+        (lambda: layer(x), product),
+        (lambda: plan(x, out), product),
+        (lambda: cupy_awq.gemm(x, weight), product),
+        (lambda: cupy_awq.gemm(x, *tensors(weight)), ["validate_weight", *product]),
+        (lambda: cupy_awq.dequantize(*tensors(weight)), ["validate_weight"]),
+    ):
+        seen.clear()
+        call()
+        assert seen == expected
+
+
 def test_gemv_takes_one_vector_and_every_epilogue() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     x = random_activations(np.random.default_rng(1), 64)
-    options = {"bias": np.ones(32, np.float16), "activation": "silu", "residual": np.full(32, 2, np.float16)}
+    options: dict[str, Any] = {
+        "bias": np.ones(32, np.float16),
+        "activation": "silu",
+        "residual": np.full(32, 2, np.float16),
+    }
     y = cupy_awq.gemv(x, *tensors(weight), **options)
     np.testing.assert_array_equal(y, gemm(x[None], weight, **options | {"residual": options["residual"][None]})[0])
     with pytest.raises(ValueError, match=r"^x: expected one vector \[K\], got shape \(1, 64\)$"):

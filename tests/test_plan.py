@@ -101,7 +101,13 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 def constant(plan: cupy_awq.Plan) -> int | None:
     """Return whether the kernel may read the weight before preceding kernels finish; None if no kernel of it can."""
-    return dict(plan._launch._launcher.plan.kernel.defines).get("MAY_PREFETCH_WEIGHTS")
+    return dict(plan._prepared._launcher.plan.kernel.defines).get("MAY_PREFETCH_WEIGHTS")
+
+
+def test_a_plan_describes_itself() -> None:
+    weight = random_weight(np.random.default_rng(0), 32, 16, 16)
+    plan = cupy_awq.plan((4, 2, 32), weight)
+    assert repr(plan) == "Plan(float16 [4, 2, 32] -> [4, 2, 16], kernel='numpy', workspace_bytes=0)"
 
 
 @pytest.mark.gpu
@@ -111,10 +117,10 @@ def test_only_plans_prefetch_the_weight_before_the_preceding_kernel_finishes() -
     weight, x = put(random_weight(rng, 4096, 1024, 128)), put(random_activations(rng, 1, 4096))
     plan = cupy_awq.plan(x, weight)
     assert (plan.kernel, constant(plan)) == ("gemm_sm90_raw", 1)
-    gemm_op._launches.clear()
+    gemm_op._prepared.clear()
     gemm(x, weight)
-    (launch,) = gemm_op._launches.values()
-    assert dict(launch._launcher.plan.kernel.defines)["MAY_PREFETCH_WEIGHTS"] == 0
+    (prepared,) = gemm_op._prepared.values()
+    assert dict(prepared._launcher.plan.kernel.defines)["MAY_PREFETCH_WEIGHTS"] == 0
 
 
 @pytest.mark.gpu

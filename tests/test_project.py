@@ -33,8 +33,9 @@ CUDA = ROOT / "cuda_src"
 PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
-    "__init__ atomic activation check_scalar check packing weight block_weight reference block_check block_reference"
-    " checkpoint runtime kernels ops quantization quantizer linear loader llm tools __main__"
+    "__init__ atomic activation check_scalar overlap check array_types packing weight block_weight reference"
+    " block_check block_reference checkpoint runtime kernels ops quantization quantizer linear loader llm tools"
+    " __main__"
 ).split()
 """The layers, the lowest first; a module imports from its own and lower ones.
 
@@ -44,8 +45,8 @@ LLM_ORDER = "extra families text files decoder language_model assemble calibrate
 """The layers within cupy_awq.llm, the lowest first."""
 NO_CUPY = set(
     (
-        "activation check_scalar check packing weight block_weight reference block_check block_reference quantization"
-        " kernels checkpoint"
+        "activation check_scalar overlap check array_types packing weight block_weight reference block_check"
+        " block_reference quantization kernels checkpoint"
     ).split()
 )
 """The layers that may not import CuPy, not even inside a function."""
@@ -235,7 +236,7 @@ def test_reading_checkpoints_loads_neither_cupy_nor_the_gpu_layers() -> None:
     )
     loaded = [name.split(".") for name in python("-c", program).split()]
     own = {".".join(parts[:2]) for parts in loaded if parts[0] not in sys.stdlib_module_names}
-    names = "atomic checkpoint weight packing check check_scalar activation".split()
+    names = "atomic checkpoint weight packing check check_scalar overlap array_types activation".split()
     assert own <= {"cupy_awq", *(f"cupy_awq.{name}" for name in names)}
 
 

@@ -8,9 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from cupy_awq import check
-from cupy_awq.check import Array
+from cupy_awq.check import Array, WeightSpec
 from cupy_awq.packing import namespace
 from cupy_awq.weight import PackedWeight
+
+
+def common_spec(weights: Sequence[PackedWeight]) -> WeightSpec:
+    """Return the properties of the first weight. Raises ValueError if another weight cannot be concatenated to it."""
+    first = weights[0].spec
+    for i, weight in enumerate(weights):
+        for name in ("k", "group_size", "dtype", "zeros", "device"):
+            expected, found = getattr(first, name), getattr(weight.spec, name)
+            if found != expected:
+                raise ValueError(f"parts[{i}]: expected {name}={expected} as in parts[0], got {found}")
+    return first
 
 
 def common_order(orders: Sequence[Array | None]) -> Array | None:

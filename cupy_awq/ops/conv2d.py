@@ -13,7 +13,6 @@ from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import select
 from cupy_awq.kernels.conv2d.problem import (
     EPILOGUE_ACTIVATIONS,
     VECTOR_CHANNELS,
@@ -21,9 +20,9 @@ from cupy_awq.kernels.conv2d.problem import (
     ConvolutionSizes,
     tensor_core_refusal,
 )
-from cupy_awq.ops import execute
+from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.runtime import device, placement
-from cupy_awq.runtime.arrays import views
+from cupy_awq.runtime.arrays import deliver, dtype_name, views
 
 
 def conv2d(
@@ -80,6 +79,7 @@ def conv2d(
         check.validate_bias(bias, shape.outputs, device=weight.device)
     if out is not None:
         check.validate_out(out, shape.y_shape, x.dtype, weight.device)
+        block_check.validate_disjoint(out, weight, bias)
     if weight.device == HOST:
         target = np.empty(shape.y_shape, x.dtype) if out is None else out
         return block_reference.conv2d(x, weight, shape, bias, epilogue, target)
@@ -132,10 +132,10 @@ def _conv2d_on_gpu(
                 weight.block_size,
                 weight.bits,
                 weight.offset is not None,
-                x.dtype.name,
+                dtype_name(x.dtype),
                 x_strides(x, shape.nhwc),
                 shape.nhwc,
-                None if bias is None else bias.dtype.name,
+                None if bias is None else dtype_name(bias.dtype),
                 activation.kind,
                 activation.limits,
                 aligned=x.data.ptr % 16 == 0,
@@ -149,10 +149,9 @@ def _conv2d_on_gpu(
                 copied = replace(given, strides=strides, aligned=True).without_stride()
                 if not tensor_core_refusal(copied, gpu):
                     x, problem = _to_nhwc(x, shape, channels), copied
-            chosen = select.choose(problem, gpu)
-            buffers = execute.weight_buffers(chosen, weight, problem) | {"x": x, "bias": bias, "y": y}
-            execute.launch(chosen.plan, buffers, weight.device)
-        return execute.deliver(y, out)
+            chosen = choose_kernel(problem, weight.device)
+            chosen.launch(chosen.weight_buffers(weight) | {"x": x, "bias": bias, "y": y})
+        return deliver(y, out)
 
 
 def _to_nhwc(x: Array, shape: ConvolutionShape, channels: int) -> Array:

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import block_check, block_reference, check, check_scalar
+from cupy_awq import block_check, block_reference, check, check_scalar, overlap
 from cupy_awq.activation import Activation
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import select
 from cupy_awq.kernels.conv2d.conv2d_int8 import ACTIVATIONS, Int8Convolution
-from cupy_awq.ops import execute
+from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.ops.conv2d import kernel_sizes, x_strides
-from cupy_awq.runtime import device, placement
-from cupy_awq.runtime.arrays import views
+from cupy_awq.runtime import placement
+from cupy_awq.runtime.arrays import deliver, views
 
 LIMITS = np.finfo(np.float32)
 """The properties of float32, such as its largest and its smallest normal number."""
@@ -105,6 +104,7 @@ def conv2d_int8(
     limits = _limits(block_check.validate_supported_activation(activation, ACTIVATIONS), scales[1], zeros[1])
     if out is not None:
         check.validate_out(out, shape.y_shape, check.INT8, where)
+        overlap.validate_disjoint(out, codes=codes, weight_scale=weight_scale, bias=bias)
     host = [a if a is None or where == HOST else a.get() for a in (codes, weight_scale, bias)]
     fused, multiplier = _channel_parameters(host[0], host[1], host[2], *scales, *zeros)
     if where == HOST:
@@ -118,8 +118,8 @@ def conv2d_int8(
             problem = Int8Convolution(kernel_sizes(shape), x_strides(x, shape.nhwc), shape.nhwc, zeros[0], limits)
             buffers = {"x": x, "codes": cupy.ascontiguousarray(codes), "y": y}
             buffers |= {"fused": cupy.asarray(fused), "multiplier": cupy.asarray(multiplier)}
-            execute.launch(select.choose(problem, device.current()).plan, buffers, where)
-        return execute.deliver(y, out)
+            choose_kernel(problem, where).launch(buffers)
+        return deliver(y, out)
 
 
 def _channel_parameters(

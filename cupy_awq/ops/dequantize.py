@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupy_awq import check, reference
 from cupy_awq.check import Array
-from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize.dequantize import Dequantization
-from cupy_awq.runtime import arrays, device, launch, placement
+from cupy_awq.ops.chosen_kernel import choose_kernel
+from cupy_awq.runtime import arrays, placement
+from cupy_awq.weight import PackedWeight
 
 
 def dequantize(
@@ -41,12 +44,10 @@ def dequantize(
     array([-8., -7., -6., -5.], dtype=float16)
     """
     qweight, scales, qzeros, out = arrays.views(qweight=qweight, scales=scales, qzeros=qzeros, out=out)
-    spec = check.validate_weight(qweight, scales, qzeros)
+    weight = PackedWeight(qweight, scales, qzeros)
+    spec, to = weight.spec, reference.validate_dequantization(weight, dtype, out)
     if spec.device == check.HOST:
-        return reference.dequantize(qweight, scales, qzeros, dtype=dtype, out=out)
-    to = spec.dtype if dtype is None else check.validate_float_dtype(dtype)
-    if out is not None:
-        check.validate_out(out, (spec.k, spec.n), to, spec.device)
+        return reference.dequantize_validated(weight, np.empty(weight.shape, to) if out is None else out)
     import cupy
 
     with placement.use_device(spec.device):
@@ -62,15 +63,11 @@ def dequantize(
             spec.k,
             spec.n,
             spec.group_size,
-            spec.dtype.name,
+            arrays.dtype_name(spec.dtype),
             spec.zeros,
-            to.name,
+            arrays.dtype_name(to),
             arrays.is_aligned(scales, offsets, w),
             strides,
         )
-        launcher = launch.get_launcher(select.choose(problem, device.current()).plan, spec.device)
-        stream = cupy.cuda.get_current_stream().ptr
-        launcher(tuple(map(arrays.address, (qweight, scales, qzeros, w))), stream)
-        if out is not None and w is not out:
-            out[...] = w
-    return w if out is None else out
+        choose_kernel(problem, spec.device).launch(weight.tensors | {"out": w})
+        return arrays.deliver(w, out)

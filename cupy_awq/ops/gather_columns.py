@@ -9,12 +9,12 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.gather_columns import ColumnGather
 from cupy_awq.kernels.gemm.gemm_sm90 import GATHER_MAX_K
+from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.packing import namespace
-from cupy_awq.runtime import arrays, device, placement, workspace
-from cupy_awq.runtime.launch import Launcher, get_launcher
+from cupy_awq.runtime import arrays, placement, workspace
+from cupy_awq.runtime.launcher import Launcher
 
 
 @dataclass(frozen=True)
@@ -104,4 +104,4 @@ def prepare_gather(x: Array, index: int) -> Launcher:
     dtype = "float32" if x.dtype.itemsize == 4 else "float16"
     stride = arrays.row_stride(x) or 0
     problem = ColumnGather(m, k, dtype, stride, x_aligned=arrays.is_aligned(x))
-    return get_launcher(select.choose(problem, device.of(index)).plan, index)
+    return choose_kernel(problem, index).launcher

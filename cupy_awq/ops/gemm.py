@@ -4,31 +4,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from cupy_awq import check, check_scalar
+from cupy_awq.array_types import ArrayT, CudaArray, GemmOptions, GemvOptions
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns
 from cupy_awq.kernels.gemm.problem import AWQ, Problem
-from cupy_awq.ops.gemm_launch import GemmLaunch, cache_launch, constant_pointers, run_gemm
+from cupy_awq.ops.prepared_gemm import PreparedGemm, keep, run_gemm
 from cupy_awq.runtime import arrays, device
 from cupy_awq.weight import PackedWeight
 
-MAX_LAUNCHES = 4096
-"""The largest number of cached launches; there is one per combination of array layouts and options."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-_launches: dict[Any, GemmLaunch] = {}
-"""The cached launches of `gemm`, by array layouts and options."""
+MAX_PREPARED = 4096
+"""The largest number of cached GEMMs; there is one per combination of array layouts and options."""
+
+_prepared: dict[Any, PreparedGemm] = {}
+"""The prepared GEMMs of `gemm`, by array layouts and options."""
 
 
+@overload
+def gemm(x: ArrayT, weight: PackedWeight, /, **kw: Unpack[GemmOptions]) -> ArrayT: ...
+@overload
+def gemm(x: ArrayT, qweight: Array, scales: Array, qzeros: Array | None, /, **kw: Unpack[GemmOptions]) -> ArrayT: ...
+@overload
+def gemm(x: CudaArray, weight: PackedWeight, /, **kw: Unpack[GemmOptions]) -> Array: ...
+@overload
+def gemm(x: CudaArray, qweight: Array, scales: Array, qzeros: Array | None, /, **kw: Unpack[GemmOptions]) -> Array: ...
 def gemm(
     x: Array,
-    qweight: Array,
-    scales: Array,
-    qzeros: Array | None,
     /,
-    *,
+    *weight: Any,
     bias: Array | None = None,
     activation: Any = None,
     residual: Array | None = None,
@@ -39,6 +48,9 @@ def gemm(
     batch_invariant: bool = False,
 ) -> Array:
     """Return y = activation(x @ W + bias) + residual for a weight in the AWQ layout.
+
+    The call is ``gemm(x, qweight, scales, qzeros)`` or ``gemm(x, weight)`` with a `PackedWeight`, which holds these
+    arrays.
 
     W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size. q - z is exact, accumulation and epilogue are in
     float32, and y is rounded once. The result is bit-identical from run to run. float16 and bfloat16 x are multiplied
@@ -58,7 +70,7 @@ def gemm(
             silu(gate) * up with gate = x @ W[:, : N/2] and up = x @ W[:, N/2 :], so that y has N/2 columns.
             `cupy_awq.reference.matmul` has the formulas.
         residual: array with the shape and dtype of y and any strides; it may be ``out``.
-        out: array with the shape and dtype of y to fill and return.
+        out: array with the shape and dtype of y to fill and return; it must not overlap the weight or the bias.
         dtype: dtype of the elements of x if x is uint16.
         kernel: name of the kernel to use; by default the kernel that `explain` marks.
         split_k: split-K factor, a power of two; by default the factor of the chosen configuration.
@@ -85,25 +97,28 @@ def gemm(
     >>> x = np.array([[3] * 32, [-3] * 32], np.float16)
     >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros)[:, 0]
     array([ 3., -3.], dtype=float16)
-    >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros, activation=(-1, 2))[:, 0]
+    >>> cupy_awq.gemm(x, weight, activation=(-1, 2))[:, 0]
     array([ 2., -1.], dtype=float16)
     """
     # Validation and kernel choice depend only on the array layouts, so a cached launch for these layouts skips both.
+    qweight, scales, qzeros = weight if len(weight) == 3 else _tensors(weight)
     operands = x, qweight, scales, qzeros, bias, residual, out
     key: Any
     try:
         key = *map(arrays.layout_key, operands), activation, dtype, kernel, split_k, batch_invariant
-        launch = _launches.get(key)
+        prepared = _prepared.get(key)
     except (AttributeError, ValueError, TypeError):  # An operand is not a CuPy array, or an option is not hashable.
-        key = launch = None
-    if launch is not None:
-        y = launch.run(x, residual, out, constant_pointers(qweight, scales, qzeros, None, bias))
+        key = prepared = None
+    if prepared is not None:
+        zeros, added = (0 if a is None else a.data.ptr for a in (qzeros, bias))
+        y = prepared.run(x, residual, out, (qweight.data.ptr, scales.data.ptr, zeros, 0, added, 0))
         if y is not None:
             return y
-    weight = PackedWeight(*arrays.views(qweight=qweight, scales=scales, qzeros=qzeros))
-    y, launch = run_gemm(
+    if isinstance(qweight, PackedWeight):
+        raise TypeError("qweight: expected an array before scales and qzeros, got a PackedWeight, which includes them")
+    y, prepared = run_gemm(
         x,
-        weight,
+        weight[0] if len(weight) == 1 else PackedWeight(*arrays.views(qweight=qweight, scales=scales, qzeros=qzeros)),
         bias=bias,
         activation=activation,
         residual=residual,
@@ -113,18 +128,31 @@ def gemm(
         split_k=split_k,
         batch_invariant=batch_invariant,
     )
-    if launch is not None and key is not None:
-        cache_launch(_launches, key, launch, MAX_LAUNCHES)
+    if prepared is not None and key is not None:
+        keep(_prepared, key, prepared, MAX_PREPARED)
     return y
 
 
+def _tensors(weight: tuple[Any, ...]) -> tuple[Array, Array, Array | None]:
+    """Return qweight, scales and qzeros of ``weight``, which must be one `PackedWeight`; else raise TypeError."""
+    if len(weight) == 1 and isinstance(weight[0], PackedWeight):
+        return weight[0].qweight, weight[0].scales, weight[0].qzeros
+    got = ", ".join(type(a).__name__ for a in weight) or "nothing"
+    raise TypeError(f"weight: expected a PackedWeight, or the arrays qweight, scales and qzeros, got {got}")
+
+
+@overload
+def gemv(x: ArrayT, weight: PackedWeight, /, **kw: Unpack[GemvOptions]) -> ArrayT: ...
+@overload
+def gemv(x: ArrayT, qweight: Array, scales: Array, qzeros: Array | None, /, **kw: Unpack[GemvOptions]) -> ArrayT: ...
+@overload
+def gemv(x: CudaArray, weight: PackedWeight, /, **kw: Unpack[GemvOptions]) -> Array: ...
+@overload
+def gemv(x: CudaArray, qweight: Array, scales: Array, qzeros: Array | None, /, **kw: Unpack[GemvOptions]) -> Array: ...
 def gemv(
     x: Array,
-    qweight: Array,
-    scales: Array,
-    qzeros: Array | None,
     /,
-    *,
+    *weight: Any,
     bias: Array | None = None,
     activation: Any = None,
     residual: Array | None = None,
@@ -142,18 +170,16 @@ def gemv(
     >>> import numpy as np
     >>> import cupy_awq
     >>> weight = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)
-    >>> cupy_awq.gemv(np.ones(32, np.float16), weight.qweight, weight.scales, weight.qzeros)[:2]
+    >>> cupy_awq.gemv(np.ones(32, np.float16), weight)[:2]
     array([1., 1.], dtype=float16)
     """
     (x,) = arrays.views(x=x)
     check.device_id(x, "x")  # raises if x is not an array
     if x.ndim != 1:
         raise ValueError(f"x: expected one vector [K], got shape {x.shape}")
-    return gemm(
+    y: Array = gemm(
         x,
-        qweight,
-        scales,
-        qzeros,
+        *weight,
         bias=bias,
         activation=activation,
         residual=residual,
@@ -161,6 +187,7 @@ def gemv(
         dtype=dtype,
         kernel=kernel,
     )
+    return y
 
 
 def explain(

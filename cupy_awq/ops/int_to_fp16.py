@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from cupy_awq import check, reference
+from cupy_awq import check, overlap, reference
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
-from cupy_awq.runtime import arrays, device, launch, placement
+from cupy_awq.ops.chosen_kernel import choose_kernel
+from cupy_awq.runtime import arrays, placement
 
 
 def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Array:
@@ -65,12 +65,10 @@ def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
     index = check.device_id(words, "words")
     if out is not None:
         check.validate_out(out, shape, check.FLOAT16, index)
+        overlap.validate_disjoint(out, words=words)
     if index == HOST:
         y = reference.dequantize_s4_to_fp16x2(words) if values == 8 else reference.int8_to_fp16(words)
-        if out is None:
-            return y
-        out[...] = y
-        return out
+        return arrays.deliver(y, out)
     import cupy
 
     with placement.use_device(index):
@@ -78,9 +76,5 @@ def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
         if words.size:
             source = cupy.ascontiguousarray(words)
             problem = Conversion(entry, words.size, arrays.is_aligned(y.reshape(-1)))
-            plan = select.choose(problem, device.current()).plan
-            stream = cupy.cuda.get_current_stream().ptr
-            launch.get_launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
-        if out is not None and y is not out:
-            out[...] = y
-    return y if out is None else out
+            choose_kernel(problem, index).launch({"words": source, "out": y})
+        return arrays.deliver(y, out)

@@ -6,18 +6,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from cupy_awq import check, check_scalar, reference
+from cupy_awq import check, check_scalar, overlap, reference
 from cupy_awq.activation import Activation
+from cupy_awq.array_types import ArrayT, CudaArray
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, Problem
 from cupy_awq.ops.gather_columns import ActivationOrder
-from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
+from cupy_awq.ops.prepared_gemm import MAX_DISJOINT, PreparedGemm, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
@@ -35,8 +36,9 @@ class Plan:
     ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU, a call is one launch on the
     current stream (two for some layers with an activation order), without allocation, copy or synchronization, so calls
     can be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
-    alignment; otherwise the call raises TypeError or ValueError. ``out`` must not overlap x, but may be the residual. A
-    plan may read the weight before the preceding kernel finishes (PDL), so do not modify the weight.
+    alignment; otherwise the call raises TypeError or ValueError. ``out`` must not overlap the weight or the bias, which
+    raises ValueError, nor x, which is not checked; it may be the residual. A plan may read the weight before the
+    preceding kernel finishes (PDL), so do not modify the weight.
 
     Attributes:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
@@ -52,12 +54,14 @@ class Plan:
     __slots__ = (
         "_batch_invariant",
         "_constants",
+        "_cupy",
+        "_disjoint",
         "_gathered_begin",
-        "_launch",
         "_layouts",
         "_memory",
         "_options",
         "_order",
+        "_prepared",
         "_weight",
         "kernel",
         "shape",
@@ -81,29 +85,47 @@ class Plan:
         self._batch_invariant = batch_invariant
         self._weight, self._options, self._order = weight, options, order
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
-        self._launch: GemmLaunch | None = None
+        self._prepared: PreparedGemm | None = None
+        self._disjoint: set[int] = set()  # the addresses of earlier arrays `out`, which overlap no constant array
         self._gathered_begin = 0  # offset of the copy of x in the workspace; past the counters, which must stay 0
         self._memory: Array | None = None
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)
         if weight.spec.device != HOST:
+            import cupy
+
+            self._cupy = cupy  # An import in each call would take 2% of its time.
             self.kernel = "none"  # the name if M = 0 and nothing is launched
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
                 may_prefetch = _synchronize()
-                how = kernel, split_k, may_prefetch, batch_invariant, order
-                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
-                self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
-                if launch.gathered_bytes:
-                    self._gathered_begin = max(launch.workspace_bytes, workspaces.COUNTER_BYTES)
-                    self.workspace_bytes = self._gathered_begin + launch.gathered_bytes + GATHERED_ALIGNMENT
+                how = kernel, split_k, None, may_prefetch, batch_invariant, order
+                prepared = PreparedGemm(x, weight, product, options["bias"], residual, out, *how)
+                self._prepared, self.kernel, self.workspace_bytes = prepared, prepared.kernel, prepared.workspace_bytes
+                if prepared.gathered_bytes:
+                    self._gathered_begin = max(prepared.workspace_bytes, workspaces.COUNTER_BYTES)
+                    self.workspace_bytes = self._gathered_begin + prepared.gathered_bytes + GATHERED_ALIGNMENT
             self._constants = weight_pointers(weight, options["bias"], order)
             if self.workspace_bytes:
                 self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        out: ArrayT,
+        /,
+        *,
+        residual: Array | None = ...,
+        workspace: Array | None = ...,
+    ) -> ArrayT: ...
+    @overload
+    def __call__(
+        self, x: Array, out: CudaArray, /, *, residual: Array | None = ..., workspace: Array | None = ...
+    ) -> Array: ...
     def __call__(
         self, x: Array, out: Array, /, *, residual: Array | None = None, workspace: Array | None = None
     ) -> Array:
@@ -116,16 +138,14 @@ class Plan:
             for name, a, planned in zip(("x", "out", "residual"), (x, out, residual), self._layouts, strict=True):
                 self._check(name, a, planned)
         if self.kernel == "numpy":
-            weight = self._weight
+            weight, bias = self._weight, self._options["bias"]
+            product = check.validate_product(x, weight.spec, residual=residual, out=out, **self._options)
+            overlap.validate_disjoint(out, **weight.tensors, bias=bias)
             x = x if self._order is None else x[..., self._order.columns]
-            tensors = weight.qweight, weight.scales, weight.qzeros
-            options = self._options | {"batch_invariant": self._batch_invariant}
-            return reference.matmul(x, *tensors, residual=residual, out=out, **options)
-        if self._launch is None:
+            return reference.matmul_validated(x, weight, product, bias, residual, out, self._batch_invariant)
+        if self._prepared is None:
             return out
-        import cupy
-
-        index = self._weight.spec.device
+        index, cupy = self._weight.spec.device, self._cupy
         if cupy.cuda.runtime.getDevice() != index:
             with placement.use_device(index):
                 return self(x, out, residual=residual, workspace=workspace)
@@ -136,8 +156,27 @@ class Plan:
         address = arrays.address
         begin = address(memory) + self._gathered_begin
         gathered = begin + -begin % GATHERED_ALIGNMENT
-        self._launch(address(x), address(residual), address(out), self._constants, address(memory), gathered, stream)
+        y = address(out)
+        if y not in self._disjoint:
+            self._check_disjoint(out)
+        self._prepared(address(x), address(residual), y, self._constants, address(memory), gathered, stream)
         return out
+
+    def _check_disjoint(self, out: Array) -> None:
+        """Raise ValueError if ``out`` overlaps the weight or the bias; else remember its address."""
+        overlap.validate_disjoint(out, **self._weight.tensors, bias=self._options["bias"])
+        if len(self._disjoint) >= MAX_DISJOINT:
+            self._disjoint.clear()
+        self._disjoint.add(arrays.address(out))
+
+    def __repr__(self) -> str:
+        (x_shape, _, dtype, index, _), _, residual = self._layouts
+        place = "" if index == HOST else f", GPU {index}"
+        added = "" if residual is None else ", residual"
+        return (
+            f"Plan({dtype} {list(x_shape)} -> {list(self.shape)}{added}, kernel={self.kernel!r}, "
+            f"workspace_bytes={self.workspace_bytes}{place})"
+        )
 
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":

@@ -20,10 +20,11 @@ from cupy_awq.kernels.int8 import problem as int8_problem
 from cupy_awq.kernels.int8.problem import EPILOGUE_ACTIVATIONS, Int8Problem
 from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization, half_sum_stride
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
-from cupy_awq.ops import execute, gemm_launch
+from cupy_awq.ops.chosen_kernel import choose_kernel
+from cupy_awq.ops.prepared_gemm import gemm_problem
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import device, placement
-from cupy_awq.runtime.arrays import row_stride, views
+from cupy_awq.runtime.arrays import deliver, dtype_name, empty, row_stride, views
 from cupy_awq.weight import PackedWeight
 
 WORTHWHILE = 0.95
@@ -159,7 +160,7 @@ def linear_int8(
     block_size = min(weight.block_size, product.k)
     quantized = quantize_activations(x, block_size=block_size, symmetric=True)
     if out is None:
-        out = execute.empty((product.m, product.n), x.dtype, weight.device)
+        out = empty((product.m, product.n), x.dtype, weight.device)
     return gemm_int8(*quantized, weight, block_size=block_size, bias=bias, activation=activation, out=out)
 
 
@@ -258,7 +259,7 @@ def int8_preference(
 
     @functools.lru_cache(maxsize=1024)
     def is_int8_faster(m: int, dtype: np.dtype[Any]) -> bool:
-        gemm = gemm_launch.gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
+        gemm = gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
         wide = k % 8 == 0 and block_size % 8 == 0
         quantization = RowQuantization(
             m, k, block_size, dtype.name, symmetric=True, half_even=False, wide=wide, x_stride=k
@@ -299,9 +300,11 @@ def _quantize_on_gpu(
                 x = cupy.ascontiguousarray(x)
             wide = k % 8 == 0 and block_size % 8 == 0 and (x.data.ptr | x.strides[0]) % (8 * x.dtype.itemsize) == 0
             half_even = rounding == "half_even"
-            problem = RowQuantization(m, k, block_size, x.dtype.name, symmetric, half_even, wide, row_stride(x) or 0)
+            problem = RowQuantization(
+                m, k, block_size, dtype_name(x.dtype), symmetric, half_even, wide, row_stride(x) or 0
+            )
             buffers = {"x": x, "codes": codes, "scale": scale, "offset": offset, "sums": sums}
-            execute.launch(select.choose(problem, device.current()).plan, buffers, index)
+            choose_kernel(problem, index).launch(buffers)
         return codes, scale, offset, sums
 
 
@@ -339,8 +342,8 @@ def _multiply_on_gpu(
                 weight.bits,
                 x_offset is not None,
                 weight.offset is not None,
-                product.dtype.name,
-                None if bias is None else bias.dtype.name,
+                dtype_name(product.dtype),
+                None if bias is None else dtype_name(bias.dtype),
                 activation.kind,
                 activation.limits,
                 aligned=xq.data.ptr % 16 == 0,
@@ -352,14 +355,14 @@ def _multiply_on_gpu(
                 zero_points=weight.zero_points is not None,
                 scale_dtype=weight.exact_scale_dtype,
             )
-            chosen = select.choose(problem, device.current())
-            buffers = execute.weight_buffers(chosen, weight, problem)
+            chosen = choose_kernel(problem, weight.device)
+            buffers = chosen.weight_buffers(weight)
             buffers |= {"xq": xq, "x_row_scale": x_scale, "bias": bias, "y": y}
-            if product.row_scales and "x_scale" in chosen.plan.buffers:
+            if product.row_scales and "x_scale" in chosen.launcher.buffers:
                 x_scale, x_offset, x_sums = _in_blocks(xq, x_scale, x_offset, product.block_size)
             buffers |= {"x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "x_half_sums": half_sums}
-            execute.launch(chosen.plan, buffers, weight.device)
-        return execute.deliver(y, out)
+            chosen.launch(buffers)
+        return deliver(y, out)
 
 
 def _linear_fp8_on_gpu(
@@ -382,9 +385,9 @@ def _linear_fp8_on_gpu(
             stride = row_stride(x)
             if stride is None or (x.data.ptr | stride * x.dtype.itemsize) % 16:
                 x, stride = cupy.array(x, order="C"), k
-            problem = Fp8Quantization(m, k, block_size, x.dtype.name, stride)
+            problem = Fp8Quantization(m, k, block_size, dtype_name(x.dtype), stride)
             buffers = {"x": x, "codes": codes, "scale": scale, "sums": sums, "half_sums": half_sums}
-            execute.launch(select.choose(problem, device.current()).plan, buffers, weight.device)
+            choose_kernel(problem, weight.device).launch(buffers)
         product = product._replace(block_size=block_size)
         return _multiply_on_gpu(codes, scale, None, sums, weight, product, bias, activation, out, half_sums=half_sums)
 

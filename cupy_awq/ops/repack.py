@@ -12,7 +12,7 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.runtime import arrays, device, placement
-from cupy_awq.runtime.launch import launch
+from cupy_awq.runtime.launcher import launch
 from cupy_awq.weight import PackedWeight
 
 
@@ -76,7 +76,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
             arrays.leading_dimension(weight.scales),
             arrays.leading_dimension(weight.qzeros),
         )
-        launch(layout.pack(device.of(spec.device), strides), {**buffers, "out": out})
+        launch(layout.pack(device.of(spec.device), strides), {**buffers, "out": out}, spec.device)
         # Kernels may read the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
         # this copy to the host synchronizes. The extremes are computed with NumPy, because CuPy's reductions import
         # SciPy, which takes 0.6 s.

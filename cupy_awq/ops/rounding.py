@@ -10,9 +10,8 @@ from cupy_awq.check import Array
 from cupy_awq.kernels.quantization.refine_group import GroupRefinement
 from cupy_awq.kernels.quantization.round_channels import ChannelRounding
 from cupy_awq.kernels.select import planner
-from cupy_awq.runtime import arrays, device
-from cupy_awq.runtime.launch import get_launcher
-from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.runtime import device
+from cupy_awq.runtime.launcher import launch
 
 _plan_rounding = planner(ChannelRounding)
 _plan_refinement = planner(GroupRefinement)
@@ -26,11 +25,13 @@ def round_channels(target: Array, old: Array, weights: Array, bottom: Array, top
     """
     import cupy
 
-    contiguous = [cupy.ascontiguousarray(a, np.float32) for a in (target, weights.T, bottom, top)]
-    before = None if old is target else cupy.ascontiguousarray(old, np.float32)
+    inputs = {"target": target, "factors": weights.T, "bottom": bottom, "top": top}
+    buffers = {name: cupy.ascontiguousarray(a, np.float32) for name, a in inputs.items()}
+    buffers["old"] = None if old is target else cupy.ascontiguousarray(old, np.float32)
     codes, changes = (cupy.empty(target.shape, np.float32) for _ in range(2))
-    plan = _plan_rounding(device.of(check.device_id(target, "target")), *target.shape)
-    _launch(plan, contiguous[0], before, *contiguous[1:], codes, changes)
+    index = check.device_id(target, "target")
+    plan = _plan_rounding(device.of(index), *target.shape)
+    launch(plan, buffers | {"codes": codes, "changes": changes}, index)
     return codes, changes
 
 
@@ -52,19 +53,12 @@ def refine_group(
     """
     import cupy
 
-    inputs = [cupy.ascontiguousarray(a, np.float32) for a in (codes, curved, gradient)]
+    inputs = {"codes": codes, "curved": curved, "gradient": gradient}
+    buffers = {name: cupy.ascontiguousarray(a, np.float32) for name, a in inputs.items()}
     step = cupy.empty(codes.shape, np.float32)
     stride = scale.strides[0] // scale.itemsize
+    index = check.device_id(codes, "codes")
     group_size, n = codes.shape
-    here = device.of(check.device_id(codes, "codes"))
-    plan = _plan_refinement(here, group_size, n, stride, str(scale.dtype), limits, symmetric=symmetric)
-    _launch(plan, *inputs, total, scale, zero, step)
+    plan = _plan_refinement(device.of(index), group_size, n, stride, str(scale.dtype), limits, symmetric=symmetric)
+    launch(plan, buffers | {"total": total, "scale": scale, "zero": zero, "step": step}, index)
     return step
-
-
-def _launch(plan: LaunchPlan, *buffers: Array | None) -> None:
-    """Launch a plan on the current GPU and stream with its buffers in order."""
-    import cupy
-
-    launcher = get_launcher(plan, cupy.cuda.runtime.getDevice())
-    launcher(tuple(map(arrays.address, buffers)), cupy.cuda.get_current_stream().ptr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch plans: descriptions of kernel launches, which `cupy_awq.runtime.launch` executes and the tests simulate."""
+"""Launch plans: descriptions of kernel launches, which `cupy_awq.runtime.launcher` executes and the tests simulate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TensorMap:
 
     Attributes:
         buffer: name of the buffer.
-        dtype: element type, a key of `cupy_awq.runtime.launch.MAP_TYPES`.
+        dtype: element type, a key of `cupy_awq.runtime.launcher.MAP_TYPES`.
         dims: size of each axis, in elements.
         strides: stride of each axis except the innermost one, in bytes.
         box: number of elements along each axis that one copy loads.

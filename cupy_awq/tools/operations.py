@@ -26,8 +26,8 @@ from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.linear import AwqLinear
 from cupy_awq.ops.conv2d import conv2d
 from cupy_awq.ops.gemm import gemm
-from cupy_awq.ops.gemm_launch import run_gemm
 from cupy_awq.ops.plan import plan
+from cupy_awq.ops.prepared_gemm import run_gemm
 from cupy_awq.ops.quantized_linear import gemm_int8, quantize_activations
 from cupy_awq.ops.repack import repack
 from cupy_awq.packing import namespace

@@ -25,7 +25,7 @@ from cupy_awq import AwqLinear, gemm
 from cupy_awq.kernels import select
 from cupy_awq.kernels.family import Reduction
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
-from cupy_awq.ops.gemm_launch import run_gemm
+from cupy_awq.ops.prepared_gemm import run_gemm
 from cupy_awq.ops.repack import repack
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device, placement

@@ -103,7 +103,7 @@ class Ceilings:
         """Return the graphs of plain reads of the given sizes at rotating addresses, one graph per grid."""
         import torch
 
-        from cupy_awq.runtime.launch import get_launcher
+        from cupy_awq.runtime.launcher import get_launcher
         from tests.peers import libraries
 
         source, sink = self._source.data_ptr(), self._sink.data_ptr()

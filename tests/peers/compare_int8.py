@@ -38,7 +38,7 @@ from cupy_awq import (
     quantize_activations,
 )
 from cupy_awq.kernels import select
-from cupy_awq.ops import execute
+from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.tools import timing
 from tests.peers import interleave, sweep
 
@@ -219,7 +219,8 @@ def product_alone(calls):
     recorded = sweep.Recorded(calls)
     chosen = select.choose(recorded.problem, sweep.gpu())
     launches = recorded.launches(select.Candidate(chosen.family, chosen.config, 0.0))
-    return [functools.partial(execute.launch, plan, buffers, 0) for plan, buffers in launches]
+    kernel = choose_kernel(recorded.problem, 0)
+    return [functools.partial(kernel.launch, buffers) for _, buffers in launches]
 
 
 def w4a8(shapes, ms):

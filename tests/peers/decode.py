@@ -33,9 +33,9 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache, count_bytes
 from cupy_awq.llm.families.description import Decoder
-from cupy_awq.ops import gemm_launch
+from cupy_awq.ops import chosen_kernel
 from cupy_awq.runtime import compile as compiler
-from cupy_awq.runtime import launch, placement
+from cupy_awq.runtime import launcher, placement
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 from cupy_awq.tools.bench_llm import SHAPES, synthetic
 from cupy_awq.tools.table import render
@@ -79,7 +79,7 @@ def compile_all(decoder: Decoder, index: int, batches: list[int]) -> None:
     kernels: dict[Kernel, None] = {}
     model = make_model(replace(decoder, layers=decoder.layers[:FEW_LAYERS]), index)
     record = functools.partial(NoLaunch, kernels)
-    with mock.patch.object(launch, "get_launcher", record), mock.patch.object(gemm_launch, "get_launcher", record):
+    with mock.patch.object(launcher, "get_launcher", record), mock.patch.object(chosen_kernel, "get_launcher", record):
         for batch in batches:
             cache, tokens = model.ops.make_cache(batch, CONTEXT + 1), model.ops.prepare_tokens([0] * batch)
             model.logits(model.forward(tokens[:, None], cache))

@@ -38,7 +38,8 @@ from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
 from cupy_awq.kernels.select import Candidate
-from cupy_awq.runtime.launch import get_launcher
+from cupy_awq.ops.chosen_kernel import ChosenKernel
+from cupy_awq.runtime.launcher import get_launcher
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 from cupy_awq.weight import PackedWeight
 from tests.peers.interleave import Graph, medians_us
@@ -123,16 +124,14 @@ class Recorded:
 
     def launches(self, candidate: Candidate) -> list[tuple[Any, Buffers]]:
         """Return (plan, buffers) of one launch per copy of the weight."""
-        from cupy_awq.ops import execute
-
         found = []
-        launch = execute.launch
+        launch = ChosenKernel.launch
 
-        def record(plan: Any, buffers: Any, device: int) -> None:
-            launch(plan, buffers, device)
-            last.append((plan, buffers))
+        def record(chosen: ChosenKernel, buffers: Any) -> None:
+            launch(chosen, buffers)
+            last.append((chosen.choice.plan, buffers))
 
-        with mock.patch.object(execute, "launch", record), select.forced(candidate):
+        with mock.patch.object(ChosenKernel, "launch", record), select.forced(candidate):
             for call in self._calls:
                 last: list[tuple[Any, Buffers]] = []
                 call()

@@ -31,12 +31,12 @@ def measure(name: str) -> np.ndarray:
     """Return the words that the kernel of a case writes on the current GPU."""
     import cupy
 
-    from cupy_awq.runtime.launch import launch
+    from cupy_awq.runtime.launcher import launch
 
     case = CASES[name]
     buffers = {key: cupy.asarray(value) for key, value in case.buffers().items()}
     with source_text(case.source, case.kernel()):
-        launch(case.plan(), buffers)
+        launch(case.plan(), buffers, cupy.cuda.runtime.getDevice())
     return np.asarray(buffers["y"].get())
 
 

@@ -33,8 +33,9 @@ from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
-from cupy_awq.runtime import arrays, device, launch, workspace
+from cupy_awq.runtime import device, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.runtime.launcher import launch
 from cupy_awq.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -357,11 +358,7 @@ class CudaOps(DecoderOps):
 
     def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
         """Launch a plan on the current stream. ``buffers`` maps argument names to arrays; None is a null pointer."""
-        import cupy
-
-        launcher = launch.get_launcher(plan, self.device_index)
-        addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
-        launcher(addresses, cupy.cuda.get_current_stream().ptr)
+        launch(plan, buffers, self.device_index)
 
     def _plan_fused(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
         return projection.plan_fused(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None

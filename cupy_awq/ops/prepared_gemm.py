@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that `gemm`, `AwqLinear` and `plan` share: kernel choice, buffer addresses, launch."""
+"""`PreparedGemm`: a validated GEMM whose kernel is loaded, which `gemm`, `AwqLinear` and `plan` launch many times."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, check_scalar, reference
+from cupy_awq import check, check_scalar, overlap, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, Strides
 from cupy_awq.kernels.registry import FAMILIES_OF
+from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.ops.gather_columns import ActivationOrder, prepare_gather
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
-from cupy_awq.runtime.launch import Launcher, get_launcher
+from cupy_awq.runtime.launcher import Launcher
 from cupy_awq.weight import PackedWeight
 
 BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias", "order")
 """The buffers of a GEMM: the arrays of a call, the workspace, then the arrays that are the same for all calls."""
 
+MAX_DISJOINT = 1024
+"""The largest number of addresses of ``out`` that a prepared GEMM remembers as disjoint from its weight."""
 
-class GemmLaunch:
+
+class PreparedGemm:
     """A validated GEMM whose kernel is loaded; a call takes only buffer addresses and a stream.
 
-    A launch can be used for all arrays with the same layouts (`arrays.layout_key`) as the constructor's arguments.
+    It can be launched for all arrays with the same layouts (`arrays.layout_key`) as the constructor's arguments.
 
     Args:
         x, residual, out: example arrays of a call; y is contiguous if ``out`` is None.
         weight, bias: arrays that are the same for all calls.
         product: result of `check.validate_product` for these arrays.
         kernel, split_k: as in `gemm`.
+        constants: the addresses of the weight, the bias and the order, if all calls pass this tuple; else None.
         may_prefetch_weights: whether a kernel may read the weight before the preceding kernel finishes (PDL).
         batch_invariant: as in `gemm`.
         order: activation order of x, or None.
@@ -51,6 +55,10 @@ class GemmLaunch:
 
     __slots__ = (
         "_columns",
+        "_constant_spans",
+        "_constants",
+        "_cupy",
+        "_disjoint",
         "_extents",
         "_gather",
         "_in_place",
@@ -73,9 +81,10 @@ class GemmLaunch:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
-        may_prefetch_weights: bool = False,
-        batch_invariant: bool = False,
-        order: ActivationOrder | None = None,
+        constants: tuple[int, ...] | None,
+        may_prefetch_weights: bool,
+        batch_invariant: bool,
+        order: ActivationOrder | None,
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.spec.zeros == "float" else None
@@ -111,16 +120,20 @@ class GemmLaunch:
             self.gathered_bytes = x.size * x.dtype.itemsize
             gathered = strides._replace(x=problem.k)
             problem = replace(problem, gathers_x=False, x_aligned=True, strides=gathered)
-        choice = select.choose(problem, gpu, kernel, split_k)
-        partial_bytes = choice.family.workspace(choice.config, problem).partial_bytes
-        self._launcher = get_launcher(choice.plan, self._index)
-        self.kernel = choice.name
-        self.shape = product.shape
-        self.workspace_bytes = workspaces.COUNTER_BYTES + partial_bytes if partial_bytes else 0
+        chosen = choose_kernel(problem, self._index, kernel, split_k)
+        self._launcher, self.workspace_bytes = chosen.launcher, chosen.workspace_bytes
+        self.kernel, self.shape = chosen.choice.name, product.shape
         self._order = operator.itemgetter(*map(BUFFERS.index, self._launcher.buffers))
         widths = (strides.x, problem.k), (strides.residual, n if residual is not None else 0), (strides.y, n)
         self._extents = tuple(((m - 1) * stride + width) * x.dtype.itemsize for stride, width in widths)
         self._in_place = strides.residual == strides.y
+        import cupy
+
+        self._cupy = cupy  # An import in `run` would take 2% of its time.
+        self._constants = constants
+        spans = [(0, 0) if a is None else overlap.byte_span(a) for a in (qweight, scales, qzeros, bias)]
+        self._constant_spans = *spans[:3], (0, 0), spans[3]  # in the order of BUFFERS; users have no repacked weight
+        self._disjoint: set[Any] = set()
 
     def __call__(
         self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, gathered: int, stream: int
@@ -128,7 +141,7 @@ class GemmLaunch:
         """Launch the kernel on the stream with handle ``stream``.
 
         The other arguments are buffer addresses, and 0 is a null pointer; ``constants`` is a result of
-        `constant_pointers`. ``gathered`` is the address of ``gathered_bytes`` bytes of scratch memory, a multiple of
+        `weight_pointers`. ``gathered`` is the address of ``gathered_bytes`` bytes of scratch memory, a multiple of
         32.
         """
         if self._gather is not None:
@@ -140,12 +153,10 @@ class GemmLaunch:
     def run(self, x: Array, residual: Array | None, out: Array | None, constants: tuple[int, ...]) -> Array | None:
         """Launch the kernel on the current stream with the stream's workspace, and return y.
 
-        Returns None, without a launch, if another GPU is current or ``out`` overlaps an input. ``out`` may be the
+        Returns None, without a launch, if another GPU is current or ``out`` overlaps another array. ``out`` may be the
         residual itself, because each element of the residual is read by the thread that writes the same element of y.
         """
-        import cupy
-
-        index = self._index
+        index, cupy = self._index, self._cupy
         if cupy.cuda.runtime.getDevice() != index:
             return None
         x_begin, residual_begin = x.data.ptr, 0 if residual is None else residual.data.ptr
@@ -165,6 +176,10 @@ class GemmLaunch:
             overlaps_residual = residual_begin < y_end and y_begin < residual_begin + residual_bytes
             if overlaps_residual and not (residual_begin == y_begin and self._in_place):
                 return None
+            # The addresses of one layer are one tuple, so the address of y suffices as the key.
+            key = y_begin if constants is self._constants else (y_begin, constants)
+            if key not in self._disjoint and not self._is_disjoint(key, y_begin, y_end, constants):
+                return None
         stream = cupy.cuda.get_current_stream().ptr
         workspace = workspaces.workspace_address(index, stream) if self.workspace_bytes else 0
         gathered_bytes = self.gathered_bytes
@@ -172,24 +187,22 @@ class GemmLaunch:
         self(x_begin, residual_begin, y_begin, constants, workspace, gathered, stream)
         return y
 
-
-def constant_pointers(
-    qweight: Array,
-    scales: Array,
-    qzeros: Array | None,
-    repacked: Array | None,
-    bias: Array | None,
-    order: Array | None = None,
-) -> tuple[int, ...]:
-    """Return the addresses of the arrays that are the same for all calls, in the order of BUFFERS."""
-    return tuple(map(arrays.address, (qweight, scales, qzeros, repacked, bias, order)))
+    def _is_disjoint(self, key: Any, y_begin: int, y_end: int, constants: tuple[int, ...]) -> bool:
+        """Return whether ``out`` overlaps neither the weight nor the bias, and if so, remember ``key``."""
+        for address, (begin, end) in zip(constants, self._constant_spans, strict=False):
+            if address + begin < y_end and y_begin < address + end:
+                return False
+        if len(self._disjoint) >= MAX_DISJOINT:
+            self._disjoint.clear()
+        self._disjoint.add(key)
+        return True
 
 
 def weight_pointers(weight: PackedWeight, bias: Array | None, order: ActivationOrder | None = None) -> tuple[int, ...]:
     """Return the addresses of the arrays of a weight, a bias and an activation order, in the order of BUFFERS."""
     repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
     short = None if order is None else order.short
-    return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias, short)
+    return tuple(map(arrays.address, (weight.qweight, weight.scales, weight.qzeros, repacked, bias, short)))
 
 
 def gemm_problem(
@@ -232,23 +245,25 @@ def run_gemm(
     split_k: int | None = None,
     batch_invariant: bool = False,
     order: ActivationOrder | None = None,
-) -> tuple[Array, GemmLaunch | None]:
-    """Compute y = activation(x @ W + bias) + residual; return y and the launch, which can be reused.
+    constants: tuple[int, ...] | None = None,
+) -> tuple[Array, PreparedGemm | None]:
+    """Compute y = activation(x @ W + bias) + residual; return y and the prepared GEMM, which can be launched again.
 
-    With ``order``, x[..., order] is multiplied. The arguments are validated. The launch is None on the CPU, if M = 0,
-    or if an array had to be copied.
+    The arguments are validated. With ``order``, x[..., order] is multiplied. ``constants`` is the result of
+    `weight_pointers`, if all calls with the prepared GEMM pass the same tuple. The prepared GEMM is None on the CPU, if
+    M = 0, or if an array had to be copied.
     """
     x, bias, residual, out = arrays.views(x=x, bias=bias, residual=residual, out=out)
     product = check.validate_product(
         x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
     )
+    if out is not None:
+        overlap.validate_disjoint(out, **weight.tensors, bias=bias)
     check_choice(kernel, split_k, batch_invariant)
     index = weight.spec.device
     if index == HOST:
-        tensors = weight.qweight, weight.scales, weight.qzeros
         x = x if order is None else x[..., order.columns]
-        options = {"bias": bias, "activation": activation, "residual": residual, "out": out, "dtype": dtype}
-        return reference.matmul(x, *tensors, **options, batch_invariant=batch_invariant), None
+        return reference.matmul_validated(x, weight, product, bias, residual, out, batch_invariant), None
     import cupy
 
     with placement.use_device(index):
@@ -259,26 +274,22 @@ def run_gemm(
         source = x if is_readable else cupy.array(x, order="C")
         added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")
         target = out if out is not None and arrays.row_stride(out) is not None else None
-        constants = weight_pointers(weight, bias, order)
-        options = {"batch_invariant": batch_invariant, "order": order}
-        launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k, **options)
-        y = launch.run(source, added, target, constants)
-        if y is None:  # `out` overlaps an input.
-            into_new = GemmLaunch(source, weight, product, bias, added, None, kernel, split_k, **options)
-            y = into_new.run(source, added, None, constants)
+        how = kernel, split_k, constants, False, batch_invariant, order
+        pointers = weight_pointers(weight, bias, order) if constants is None else constants
+        prepared = PreparedGemm(source, weight, product, bias, added, target, *how)
+        y = prepared.run(source, added, target, pointers)
+        if y is None:  # `out` overlaps x or the residual.
+            into_new = PreparedGemm(source, weight, product, bias, added, None, *how)
+            y = into_new.run(source, added, None, pointers)
         is_direct = source is x and added is residual and target is out
-        if out is None:
-            out = y
-        elif y is not out:
-            out[...] = y
-        return out, launch if is_direct else None
+        return arrays.deliver(y, out), prepared if is_direct else None
 
 
-def cache_launch(launches: dict[Any, GemmLaunch], key: Any, launch: GemmLaunch, limit: int) -> None:
-    """Add a launch to a cache, under the array layouts ``key``; a cache with ``limit`` entries is cleared first."""
-    if len(launches) >= limit:
-        launches.clear()
-    launches[key] = launch
+def keep(cache: dict[Any, PreparedGemm], key: Any, prepared: PreparedGemm, limit: int) -> None:
+    """Add a prepared GEMM to a cache under ``key``, its array layouts; clear a cache of ``limit`` entries first."""
+    if len(cache) >= limit:
+        cache.clear()
+    cache[key] = prepared
 
 
 def check_choice(kernel: str | None, split_k: int | None, batch_invariant: bool) -> None:

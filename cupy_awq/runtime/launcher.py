@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel launches with ``cuLaunchKernelEx``: tensor maps, launch attributes and kernel arguments."""
+"""`Launcher`: launches with ``cuLaunchKernelEx``, with tensor maps, launch attributes and kernel arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from cupy_awq.check import Array
+from cupy_awq.runtime import arrays, placement
 from cupy_awq.runtime import compile as compiler
-from cupy_awq.runtime import placement
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 MAP_BYTES = 128
@@ -164,21 +165,19 @@ class Launcher:
             placement.check_status(status, "cuLaunchKernelEx", f" for {self.plan}")
 
 
-def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
-    """Execute a launch plan once on CuPy's current device and stream.
-
-    Args:
-        plan: the launch plan.
-        buffers: CuPy arrays by buffer name; None is passed as a null pointer.
-    """
-    import cupy
-
-    launcher = Launcher(plan)
-    pointers = tuple(0 if buffers[name] is None else buffers[name].data.ptr for name in launcher.buffers)
-    launcher(pointers, cupy.cuda.get_current_stream().ptr)
-
-
 @functools.lru_cache(maxsize=4096)
 def get_launcher(plan: LaunchPlan, index: int) -> Launcher:
     """Return the launcher of a plan on the current GPU, whose ordinal is ``index``; equal plans share a launcher."""
     return Launcher(plan)
+
+
+def launch(plan: LaunchPlan, buffers: Mapping[str, Array | None], index: int) -> None:
+    """Launch a plan on the current stream of the current GPU, whose ordinal is ``index``.
+
+    ``buffers`` are CuPy arrays by the names of the plan's buffers; None is passed as a null pointer.
+    """
+    import cupy
+
+    launcher = get_launcher(plan, index)
+    pointers = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
+    launcher(pointers, cupy.cuda.get_current_stream().ptr)

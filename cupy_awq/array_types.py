@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of arrays and options in signatures, for type checkers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypedDict, TypeVar
+
+from cupy_awq.check import Array, StridedArray
+
+ArrayT = TypeVar("ArrayT", bound=StridedArray)
+"""The type of x and of the result: a NumPy array or a CuPy array."""
+
+
+class CudaArray(Protocol):
+    """The type of an array of another library on a GPU, for which the result is a CuPy array."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options of a call of `cupy_awq.AwqLinear`."""
+
+    residual: Array | None
+    out: Array | None
+    dtype: Any
+
+
+class GemvOptions(LayerOptions, total=False):
+    """The options of `cupy_awq.gemv`."""
+
+    bias: Array | None
+    activation: Any
+    kernel: str | None
+
+
+class GemmOptions(GemvOptions, total=False):
+    """The options of `cupy_awq.gemm`."""
+
+    split_k: int | None
+    batch_invariant: bool

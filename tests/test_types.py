@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types that a user's type checker sees; mypy checks `assert_type`, and the test checks the values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+import cupy_awq
+from cupy_awq import AwqLinear
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+else:
+
+    def assert_type(value, type_):
+        return value
+
+
+def test_results_have_the_type_of_x() -> None:
+    """CuPy has no type annotations, so its arrays are Any."""
+    weight = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)
+    layer = AwqLinear(weight)
+    x: npt.NDArray[np.float16] = np.ones((2, 32), np.float16)
+    vector: npt.NDArray[np.float16] = np.ones(32, np.float16)
+    anything: npt.NDArray[Any] = x
+    out: npt.NDArray[np.float16] = np.empty((2, 16), np.float16)
+    results = [
+        assert_type(layer(x, residual=out * 0), npt.NDArray[np.float16]),
+        assert_type(x @ weight, npt.NDArray[np.float16]),
+        assert_type(cupy_awq.gemm(x, weight), npt.NDArray[np.float16]),
+        assert_type(cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros, split_k=1), npt.NDArray[np.float16]),
+        assert_type(layer.plan(x)(x, out), npt.NDArray[np.float16]),
+        assert_type(layer(anything), npt.NDArray[Any]),
+        assert_type(cupy_awq.gemm(anything, weight), npt.NDArray[Any]),
+    ]
+    results += [np.stack([assert_type(cupy_awq.gemv(vector, weight, activation="relu"), npt.NDArray[np.float16])] * 2)]
+    for y in results:
+        np.testing.assert_array_equal(y, results[0])
