@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,22 +92,21 @@ def failing_cupy(n: int) -> Iterator[None]:
         def __init__(self) -> None:
             self.malloc = limited(cupy_pool().malloc, array_error)
 
-    class Module:
-        """A module of which loading may fail."""
+    class RawModule:
+        """A module of which loading may fail; CuPy loads it when a function is requested."""
 
-        def __init__(self) -> None:
-            self._module = cupy_module()
-            self.load = limited(self._module.load, lambda *_: cupy.cuda.driver.CUDADriverError(out_of_memory.value))
-            self.get_function = self._module.get_function
+        def __init__(self, *, path: str) -> None:
+            get_function = cupy_module(path=path).get_function
+            self.get_function = limited(get_function, lambda *_: cupy.cuda.driver.CUDADriverError(out_of_memory.value))
 
-    cupy_pool, cupy_module = cupy.cuda.MemoryPool, cupy.cuda.Module
+    cupy_pool, cupy_module = cupy.cuda.MemoryPool, cupy.RawModule
     pool = cupy.get_default_memory_pool()
     compiler._functions.clear()
     launcher.get_launcher.cache_clear()
     launching._prepared.clear()
     with pytest.MonkeyPatch.context() as patch, cupy.cuda.using_allocator(limited(pool.malloc, array_error)):
         patch.setattr(cupy.cuda, "MemoryPool", Pool)
-        patch.setattr(cupy.cuda, "Module", Module)
+        patch.setattr(cupy, "RawModule", RawModule)
         for name in ("Stream", "Event", "alloc_pinned_memory"):
             patch.setattr(cupy.cuda, name, limited(getattr(cupy.cuda, name), runtime_error))
         for name in ("cuFuncSetAttribute", "cuLaunchKernelEx"):
@@ -269,6 +269,72 @@ def test_other_errors_of_the_driver_keep_their_type_and_traceback(monkeypatch: p
         command_line.main(["demo"])
 
 
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for CuPy on a GPU of architecture 80, which lists the paths and the code that it loads.
+
+    ``error`` is what loading from a file raises.
+    """
+    seen = SimpleNamespace(paths=[], code=[], names=[], error=None)
+
+    class RawModule:
+        def __init__(self, *, path: str) -> None:
+            seen.paths.append(path)
+
+        def get_function(self, name: str) -> Any:
+            seen.names.append(name)
+            if seen.error is not None:
+                raise seen.error
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+
+    class Module:
+        def load(self, code: bytes) -> None:
+            seen.code.append(code)
+
+        def get_function(self, name: str) -> Any:
+            return SimpleNamespace(ptr=2)
+
+    class Device(contextlib.nullcontext[None]):
+        compute_capability = "80"
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), Device=Device, Module=Module)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=RawModule))
+    monkeypatch.setattr(compiler, "_functions", {})
+    return seen
+
+
+def test_a_cached_binary_is_loaded_from_its_file_once(loading: SimpleNamespace) -> None:
+    kernel = select.choose(Problem(1, 256, 256, 128), nominal(80)).plan.kernel
+    first, second = compiler.load_function(kernel), compiler.load_function(kernel)
+    assert first is second
+    assert (loading.paths, loading.names, loading.code) == ([str(compiler.build(kernel).path)], [kernel.entry], [])
+
+
+@pytest.mark.parametrize("reason", ["not written", "removed", "name"])
+def test_a_binary_without_a_usable_file_is_loaded_from_memory(
+    loading: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    kernel = select.choose(Problem(1, 256, 256, 128), nominal(80)).plan.kernel
+    binary = compiler.build(kernel)
+    if reason == "not written":
+        monkeypatch.setattr(compiler, "build", lambda *_: replace(binary, path=None))
+    elif reason == "removed":
+        loading.error = RuntimeError("CUDA_ERROR_FILE_NOT_FOUND: file not found")
+    else:
+        loading.error = UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
+    assert compiler.load_function(kernel).ptr == 2
+    assert loading.code == [binary.code]
+    assert len(loading.paths) == (reason != "not written")
+
+
+def test_a_binary_that_the_driver_refuses_is_an_error(loading: SimpleNamespace) -> None:
+    kernel = select.choose(Problem(1, 256, 256, 128), nominal(80)).plan.kernel
+    loading.error = RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")
+    with pytest.raises(RuntimeError, match=r"^CUDA_ERROR_NO_BINARY_FOR_GPU"):
+        compiler.load_function(kernel)
+    assert loading.code == []
+
+
 def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for CuPy and the driver, whose first module, function attribute and workspace do not fit."""
     from cuda.bindings import driver
@@ -278,15 +344,15 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkey
     class CUDADriverError(RuntimeError):
         """The error of CuPy's binding of the driver, which needs a driver."""
 
-    class Module:
-        def load(self, code: bytes) -> None:
-            assert code[:4] == b"\x7fELF"
+    class RawModule:
+        def __init__(self, *, path: str) -> None:
+            assert Path(path).read_bytes()[:4] == b"\x7fELF"
+
+        def get_function(self, name: str) -> Any:
             if "module" in failures:
                 failures.remove("module")
                 raise CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")
-
-        def get_function(self, name: str) -> Any:
-            return SimpleNamespace(ptr=1, module=self, name=name)
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1, module=self, name=name))
 
     class Device(contextlib.nullcontext[None]):
         compute_capability = "80"
@@ -305,8 +371,8 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkey
         return SimpleNamespace(data=SimpleNamespace(ptr=4096))
 
     runtime = SimpleNamespace(getDevice=lambda: 0)
-    cuda = SimpleNamespace(runtime=runtime, Module=Module, Device=Device)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    cuda = SimpleNamespace(runtime=runtime, Device=Device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=RawModule))
     monkeypatch.setattr(driver, "cuFuncSetAttribute", set_attribute)
     monkeypatch.setattr(compiler, "_functions", {})
     monkeypatch.setattr(workspaces, "_workspaces", {})

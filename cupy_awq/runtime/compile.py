@@ -212,6 +212,25 @@ _locks: dict[tuple[int, Kernel], threading.Lock] = {}
 """A lock per key of `_functions`: threads with other kernels need not wait for a compilation, which takes seconds."""
 
 
+def _load(binary: Binary, entry: str) -> Any:
+    """Return the function ``entry`` of a compiled kernel as a CuPy function on the current device."""
+    import cupy
+
+    if binary.path is not None:
+        try:
+            # Each call of `get_function` makes a new object, so the caller keeps the function.
+            return cupy.RawModule(path=str(binary.path)).get_function(entry).kernel
+        except (UnicodeEncodeError, RuntimeError) as error:
+            # The driver does not find the file if its name is not text, or if another process has cleared the cache.
+            if isinstance(error, RuntimeError) and not str(error).startswith("CUDA_ERROR_FILE_NOT_FOUND"):
+                raise
+    # `cupy.RawModule` takes binaries only as files. It would compile the source again, with -ftz=true, which flushes
+    # subnormal numbers, and write the result to CuPy's own cache.
+    module = cupy.cuda.Module()
+    module.load(binary.code)
+    return module.get_function(entry)
+
+
 def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
     """Return the kernel as a CuPy function on the current device; the first call loads the kernel.
 
@@ -229,11 +248,9 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
             # A cubin is used only on the architecture for which it was compiled; PTX also runs on newer architectures,
             # except that of sm_90a, which `device.of` refuses there.
             form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
-            code = build(kernel, form).code
+            binary = build(kernel, form)
             with placement.use_device(index):
-                module = cupy.cuda.Module()
-                module.load(code)
-                _functions[key] = module.get_function(kernel.entry), 0
+                _functions[key] = _load(binary, kernel.entry), 0
         function, limit = _functions[key]
         # Never lower the maximum, because all launch plans of a kernel share the function.
         if shared_bytes > limit:
