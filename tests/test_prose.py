@@ -166,3 +166,13 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
     local = [link for link in links if not link.startswith("http")]
     assert local
     assert not [link for link in local if not (path.parent / link).exists()]
+
+
+def test_links_within_the_experiments_lead_to_an_entry_or_a_section() -> None:
+    text = (ROOT / "tests/peers/EXPERIMENTS.md").read_text(encoding="utf-8")
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    targets = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    targets.update(re.findall(r'<a id="([\w-]+)">', text))
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert links
+    assert not set(links) - targets
