@@ -17,20 +17,20 @@ Run = Callable[[LaunchPlan, Buffers], None]
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 HOPPER = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])
 BACKENDS = ("latest", GPU)
-"""The simulator, with asynchronous copies that land as late as possible, and the GPU."""
+"""The names of the back ends: the simulator, with asynchronous copies that land as late as PTX allows, and the GPU."""
 LANDINGS = ("latest", "earliest", GPU)
-"""The simulator, with asynchronous copies that land as late and as early as possible, and the GPU."""
+"""The same with the simulator twice: asynchronous copies land as late and as early as PTX allows."""
 
 
 def runner(backend: str) -> Run:
-    """Return a function that runs a plan on NumPy arrays in place."""
+    """Return a function that runs a launch plan on NumPy arrays in place, on the back end of this name."""
     if backend == "gpu":
         return on_gpu
     return lambda plan, buffers: simt.run(plan, buffers, landing=backend)
 
 
 def on_gpu(plan: LaunchPlan, buffers: Buffers) -> None:
-    """Run a plan on the current GPU, on copies that have the strides and alignment of the arrays."""
+    """Run a launch plan on the current GPU, on copies that have the strides and the alignment of the arrays."""
     import cupy
 
     from cupy_awq.runtime.launcher import launch

@@ -18,7 +18,7 @@ def random_weight(
     offsets: bool = True,
     dtype: Any = np.float32,
 ) -> BlockQuantizedWeight:
-    """Return random codes, scales and offsets, such that a product with x is about as large as x."""
+    """Return random codes, scales and offsets; scales are such that y has about the size of x."""
     codes = rng.integers(0, 2**bits, shape, np.uint8)
     blocks = -(-shape[3] // block_size)
     size = 2.0 ** (1 - bits) / np.sqrt(np.prod(shape[1:]))
@@ -28,7 +28,7 @@ def random_weight(
 
 
 def float64_values(weight: BlockQuantizedWeight) -> np.ndarray:
-    """Return the values [Co, Kh, Kw, Ci/groups] of a weight, channel by channel."""
+    """Return the values of a weight, float64 [Co, Kh, Kw, Ci/groups], computed channel by channel."""
     codes, values = weight.codes.astype(int), np.empty(weight.shape)
     for ci in range(weight.shape[3]):
         b = ci // weight.block_size
@@ -39,7 +39,7 @@ def float64_values(weight: BlockQuantizedWeight) -> np.ndarray:
 
 
 def naive_conv(x: np.ndarray, w: np.ndarray, stride, sides, dilation, groups: int, fill: float = 0.0) -> np.ndarray:
-    """Return a convolution in NCHW, one output at a time and without a padded copy of x."""
+    """Return a convolution in NCHW, computed one output at a time and without a padded copy of x."""
     batch, _, height, width = x.shape
     co, kh, kw, ci = w.shape
     oh = (height + sum(sides[0]) - dilation[0] * (kh - 1) - 1) // stride[0] + 1

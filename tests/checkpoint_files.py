@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid and invalid checkpoint files for the tests."""
+"""Writers of valid and invalid checkpoint files for the tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Header = dict[str, Any]
 
 
 def module(name: str, k: int = K, n: int = N, g: int = G, seed: int = 0) -> Tensors:
-    """Return the tensors of one quantized module [k, n] with group size g."""
+    """Return the tensors of one quantized module [k, n] with group size g, by name, as AutoAWQ stores them."""
     weight = testing.random_weight(np.random.default_rng(seed), k, n, g)
     return {f"{name}.qweight": weight.qweight, f"{name}.qzeros": weight.qzeros, f"{name}.scales": weight.scales}
 
@@ -34,7 +34,7 @@ def folder(path: Path, tensors: Tensors, quantization: Any = CONFIG) -> Path:
 
 
 def sharded(path: Path, shards: list[Tensors], quantization: Any = CONFIG) -> dict[str, str]:
-    """Write a sharded checkpoint with its index; return the index's weight_map."""
+    """Write a sharded checkpoint with its index; return the index's weight_map (file name by tensor name)."""
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, tensors in zip(names, shards, strict=True):
         save_file(tensors, path / name)
@@ -52,5 +52,5 @@ def raw(path: Path, header: Header | bytes, data: bytes, length: int | None = No
 
 
 def entry(dtype: Any = "F16", shape: Any = (4,), offsets: Any = (0, 8)) -> Header:
-    """Return the entry of a tensor in a safetensors header."""
+    """Return the entry of a tensor in the JSON header of a safetensors file."""
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}

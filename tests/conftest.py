@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of tests, their distribution over processes, and the count of simulated kernels.
+"""The selection of tests, their distribution over processes, and the count of simulated kernels.
 
-Tests that need a GPU are deselected where there is none, not skipped: a skip reads like a result.
+Tests that need a GPU are deselected where there is none, not skipped, because a skip reads like a result.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ from cupy_awq.runtime.device import forced_arch
 from cupy_awq.tools.table import render
 from tests import simt
 
-hypothesis.settings.register_profile("cupy_awq", deadline=None)  # the first call compiles a kernel
+# The first example of a test may take long, as it compiles a kernel.
+hypothesis.settings.register_profile("cupy_awq", deadline=None)
 hypothesis.settings.load_profile("cupy_awq")
 
 collect_ignore = ["examples", "peers"]
-"""Scripts: the examples, which `test_examples` runs, and the comparisons, which need other libraries."""
+"""The scripts that pytest does not collect: examples, which `test_examples` runs, and comparisons with other libraries.
+"""
 
 MAX_WORKERS = 8
-"""The largest number of worker processes: each holds the translated kernels of its tests, about 0.5 GB."""
+"""The largest number of worker processes. Each keeps the translated kernels of its tests, about 0.5 GB."""
 
 ARCHS = (60, 75, 80, 90)
-"""The architecture paths: plain CUDA, sm_75, sm_80 and sm_90a."""
+"""The compute capabilities, one for each path of the kernels: plain CUDA, sm_75, sm_80 and sm_90a."""
 
 NOT_SLOW, EVERYTHING = "not (slow or repetition)", "slow or not slow"
-"""The expressions of -m by default and for all tests."""
+"""The values of the option -m by default and for all tests."""
 
 SIMULATED = {"backend", "landing"}
-"""The parameters of tests that run on the simulator."""
+"""The values of a test's parameters with which the test runs on the simulator."""
 
 launches: Counter[tuple[str, str]] = Counter()
-"""Simulated launches by (kernel, target), summed over the worker processes."""
+"""The number of simulated launches by (kernel, compiler target), summed over the worker processes."""
 
 deselected: Counter[str] = Counter()
-"""Deselected tests by reason. Every worker deselects the same tests."""
+"""The number of deselected tests by reason, the same in every worker."""
 
 
 @pytest.fixture
 def tuned_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the user's tables of tuned configurations in an empty cache."""
+    """Return the folder, in an empty cache, for the user's tables of tuned configurations."""
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
     forget_tuned()
     yield tmp_path / "tuned"
@@ -69,13 +71,13 @@ def forget_tuned() -> None:
 
 @functools.cache
 def gpu() -> tuple[str, str]:
-    """Return the name and compute capability ("90") of the current GPU, ("none", "") if there is none."""
+    """Return the name and the compute capability ("90") of the current GPU, or ("none", "") without one."""
     try:
         import cupy
 
         device = cupy.cuda.Device()
         return cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode(), device.compute_capability
-    except Exception:  # CuPy is missing, or raises any of several errors without a driver
+    except Exception:  # CuPy is missing, or there is no driver, for which CuPy raises several types of errors.
         return "none", ""
 
 
@@ -85,12 +87,12 @@ def names_tests(config: pytest.Config) -> bool:
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return whether all tests are run, but perhaps the slow ones, so that every kernel must be among them."""
+    """Return whether the command selects all tests, except perhaps slow ones, so that it must simulate all kernels."""
     return not names_tests(config) and config.option.markexpr in (NOT_SLOW, EVERYTHING, "")
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Return whether this process runs tests for another one, which prints the report."""
+    """Return whether this process is a worker of pytest-xdist: another process prints the report."""
     return hasattr(config, "workerinput")
 
 
@@ -104,7 +106,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the worker processes of ``-n auto``; 0 runs the tests in this process.
+    """Return the number of worker processes for ``-n auto``; 0 runs the tests in this process.
 
     Tests share one GPU, and a few selected tests end before workers have started.
     """
@@ -113,18 +115,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run a test that is named by its id, slow or not."""
+    """Let a test that is named by its id run even if it is marked slow."""
     if config.option.markexpr == NOT_SLOW and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
 
 
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
-    """Mark as repetitions the simulated cases of a test whose parameters all occur in other cases of it.
+    """Mark the simulated cases of a test whose parameters all occur in other cases of it as repetitions.
 
-    A third of them is marked slow instead.
-
-    The cases left have every value of every parameter on every architecture path, though not every combination. Their
-    order is arbitrary but fixed, so that the values of one parameter meet different values of the others.
+    A third of the repetitions is marked slow instead. The remaining cases cover every value of every parameter on every
+    architecture path, though not every combination. Their order is arbitrary but fixed, so that values of one parameter
+    meet different values of the others.
     """
     covered: set[tuple[str, str, str]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
@@ -165,7 +166,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the counts of a worker to the process that reports; fail a whole run that left out a kernel."""
+    """Pass a worker's counts to the reporting process; fail a run of all tests that did not simulate every kernel."""
     launches.update(simt.launch_counts())
     if is_worker(session.config):
         session.config.workeroutput["launches"] = list(launches.items())  # type: ignore[attr-defined]
@@ -176,14 +177,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add the counts of a worker that has ended."""
+    """Add the counts of a worker that has ended to the totals."""
     output = getattr(node, "workeroutput", {})
     launches.update({tuple(kernel): count for kernel, count in output.get("launches", ())})
     deselected.update(Counter(output.get("deselected", {})) - deselected)
 
 
 def kernels_to_simulate() -> set[tuple[str, str]]:
-    """Return (kernel, target) of every kernel that the package may launch on these architecture paths."""
+    """Return the (kernel, compiler target) pairs that the package can launch on these architecture paths."""
     from cupy_awq.tools import compile_all
 
     return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch, True)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders and files of other formats for the tests."""
+"""Writers of folders and files in formats other than AutoAWQ's, for the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STORAGES = {
 
 
 def save_folder(path: Path, tensors: dict[str, Array], config: dict[str, Any]) -> Path:
-    """A folder of one safetensors file and a config.json."""
+    """Write a folder with one safetensors file and a config.json, and return it."""
     path.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
@@ -37,21 +37,21 @@ def save_folder(path: Path, tensors: dict[str, Array], config: dict[str, Any]) -
 
 
 class Global:
-    """A name that a pickle imports."""
+    """A global name that a pickle imports, such as a function."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Call:
-    """A call of a name, which a pickle writes as REDUCE."""
+    """A call that a pickle makes when it is loaded (the opcode REDUCE)."""
 
     def __init__(self, function: Global, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
 
 
 class TorchPickler:
-    """A writer of the opcodes that torch.save writes (protocol 2), for true and for hostile files."""
+    """A writer of the opcodes that torch.save writes (pickle protocol 2), for valid and for hostile files."""
 
     def __init__(self) -> None:
         self.out = bytearray(pickle.PROTO + b"\x02")
@@ -89,18 +89,19 @@ class TorchPickler:
 
 
 class Persistent:
-    """A persistent id."""
+    """A persistent id of a pickle, by which torch.save refers to a storage."""
 
     def __init__(self, *identity: Any) -> None:
         self.identity = identity
 
 
 def global_name(module: str, attribute: str) -> Global:
+    """Return the pickle's reference to ``module.attribute``."""
     return Global(f"{module}\n{attribute}")
 
 
 def tensor(key: str, dtype: str, shape: tuple[int, ...], elements: int, /, **changes: Any) -> Call:
-    """The call that rebuilds a tensor; ``changes`` replace offset, size, stride, and parts of the storage."""
+    """Return the call that rebuilds a tensor; ``changes`` replace offset, size, stride, and parts of its storage."""
     stride = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
     given = {"offset": 0, "size": shape, "stride": stride, "key": key, "elements": elements} | changes
     kind = global_name("torch", STORAGES[dtype])
@@ -124,7 +125,7 @@ def save_zip(path: Path, entries: dict[str, bytes], compression: int = zipfile.Z
 
 
 def save_torch(path: Path, tensors: dict[str, Array]) -> Path:
-    """A file as torch.save writes an OrderedDict of tensors."""
+    """Write a file as torch.save writes an OrderedDict of tensors, and return it."""
     entries = {}
     table: dict[str, Any] = OrderedDict()
     for number, (key, array) in enumerate(tensors.items()):

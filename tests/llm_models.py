@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small language models for tests: files of each format, and a float64 forward pass written from the formulas."""
+"""Small language models for tests: files in each format, and a float64 forward pass by the papers' formulas."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def gguf_file(path: Path, kinds: dict[str, str], *, arch: str = "llama") -> dict
         form = gguf.GGMLQuantizationType[kind]
         data = gguf.quants.quantize(w, form)
         w = gguf.quants.dequantize(data, form)
-        if permute:  # the file interleaves the two halves of each head of Hugging Face's rows
+        # GGUF interleaves the two halves of each head's rows, which Hugging Face stores one after the other.
+        if permute:
             order = np.arange(shape[0]).reshape(permute, 2, -1).swapaxes(1, 2).reshape(-1)
             w = w[np.argsort(order)]
         values[target] = w
@@ -189,7 +190,7 @@ def weight(files: ModelFiles, name: str) -> np.ndarray:
 
 
 def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
-    """Return the logits [S, V] in float64, computed token by token and head by head from the papers' formulas."""
+    """Return the logits [S, V] in float64, computed token by token and head by head by the papers' formulas."""
     c, attention = files.config, files.config.layers[0].mixer
 
     def vector(name: str) -> np.ndarray:

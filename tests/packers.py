@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain packers of every checkpoint format, written from the specifications and apart from the readers."""
+"""Plain packers of every checkpoint format, written from the formats' specifications without code of the readers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized weight in numbers, before a format packs it.
+    """A quantized weight as plain numbers, before a format packs it.
 
     Attributes:
-        codes: [K, N] uint8, 0..15.
-        zeros: [groups, N] uint8, 0..15.
-        scales: [groups, N] float16 or bfloat16.
-        group_size: rows that share a scale; the last group may be short.
-        g_idx: [K] int32, the group of each row.
+        codes: uint8 [K, N], 0..15.
+        zeros: the zero points, uint8 [groups, N], 0..15.
+        scales: float16 or bfloat16 [groups, N].
+        group_size: the number of rows that share a scale; the last group may be shorter.
+        g_idx: int32 [K], the group of each row.
     """
 
     codes: Array
@@ -35,7 +35,7 @@ class Packed:
     g_idx: Array
 
     def dense(self, offsets: Array | None = None) -> Array:
-        """W [K, N] from the formula, rounded once to the dtype of the scales."""
+        """The dequantized weight [K, N], rounded once to the dtype of the scales."""
         scales = self.scales.astype(np.float64)[self.g_idx]
         if offsets is None:
             values = (self.codes.astype(np.float64) - self.zeros[self.g_idx]) * scales
@@ -49,11 +49,14 @@ class Packed:
 
 
 def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Float64 values in another dtype; bfloat16 by integers, since ml_dtypes rounds to float32 first."""
+    """Round float64 values once to another dtype.
+
+    Conversion to bfloat16 uses integer arithmetic, because ml_dtypes rounds to float32 first.
+    """
     if dtype != ml_dtypes.bfloat16:
         with np.errstate(over="ignore"):
             return values.astype(dtype)
-    # 29 bits of float64's 52 remain below bfloat16's 8 (one implicit): round half to even on the 45th bit.
+    # bfloat16 keeps 7 of float64's 52 fraction bits: round half to even on the lowest kept bit, bit 45.
     bits = values.view(np.uint64)
     half, one = np.uint64(1 << 44), np.uint64(1)
     rounded = bits + (half - one) + ((bits >> np.uint64(45)) & one)
@@ -65,7 +68,7 @@ def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
 def weights(
     draw: st.DrawFn, groups: tuple[int, ...] = (8, 16, 32, 64), *, ordered: bool = False, ragged: bool = False
 ) -> Packed:
-    """A weight with negative and zero scales, any zero points, and perhaps an order or a short last group."""
+    """Return a random weight with negative and zero scales, on request with an order or a short last group."""
     group_size = draw(st.sampled_from(groups))
     k = group_size * draw(st.integers(1, 4))
     if ragged and draw(st.booleans()):
@@ -87,12 +90,12 @@ def weights(
 
 
 def offsets_of(w: Packed) -> Array:
-    """Offsets -(s z), rounded to the dtype of the scales."""
+    """Return the offsets -(scale * zero point), rounded to the dtype of the scales."""
     return round_once(-w.scales.astype(np.float64) * w.zeros, w.scales.dtype)
 
 
 def sequential(codes: Array) -> Array:
-    """Words [..., ceil(n/8)] int32, whose nibble j holds element 8c + j of the last axis."""
+    """Pack codes [..., n] to int32 words [..., ceil(n/8)]: nibble j of word c holds element 8c + j."""
     padded = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // 8) * 8), np.uint32)
     padded[..., : codes.shape[-1]] = codes
     words = np.zeros((*padded.shape[:-1], padded.shape[-1] // 8), np.uint32)
@@ -209,7 +212,7 @@ HQQ_CONFIG = {
 
 
 def q4_k(codes: Array, d: Array, dmin: Array, sc: Array, m: Array) -> Array:
-    """Rows of super-blocks [N, K/256 * 144] of codes [K, N], d and dmin [N, K/256] and 6-bit sc and m [N, K/32]."""
+    """Pack codes [K, N], d and dmin [N, K/256], and 6-bit scales and minima [N, K/32] to Q4_K rows [N, K/256 * 144]."""
     k, n = codes.shape
     blocks = np.zeros((n, k // 256, 144), np.uint8)
     blocks[..., 0:2] = d.astype(np.float16)[..., None].view(np.uint8)

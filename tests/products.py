@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the tests of matrix products: copies to the GPU, and the error bound of each element."""
+"""Helpers of the tests of GEMMs: copies to the GPU, and the error bound of each element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ZEROS = ["packed", "symmetric", "float"]
 
 
 def tensors(weight: PackedWeight) -> tuple[Any, Any, Any]:
-    """Return (qweight, scales, qzeros)."""
+    """Return (qweight, scales, qzeros) of a weight."""
     return weight.qweight, weight.scales, weight.qzeros
 
 
@@ -32,7 +32,7 @@ def put(a: Any) -> Any:
 
 
 def nan_like(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a GPU array of NaN, so that elements which are not written show."""
+    """Return a GPU array full of NaN, in which elements that a kernel does not write stand out."""
     return put(np.full(shape, np.nan, dtype))
 
 
@@ -62,7 +62,8 @@ def check_product(
     added = np.zeros(n) if bias is None else bias.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         v = x64 @ w + added
-        # Kernels may accumulate x * q * s and x * o apart, so a cancellation within W does not reduce the error.
+        # Kernels may accumulate x * q * s and x * o separately. So the bound uses a sum that exceeds |q * s| instead of
+        # |W|, in which both may cancel.
         sizes = np.abs(w)
         if weight.spec.zeros == "float":
             sizes = np.abs(float64_weight(weight.qweight, weight.scales, None)) + 8 * np.repeat(

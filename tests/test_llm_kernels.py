@@ -201,8 +201,10 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
 def test_decode_attention_covers_the_cache_and_the_new_token(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
-    """One split, several, and CTAs without keys. Keys and values after the last one are NaN and must not count. A full
-    sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another order.
+    """There are one split, several splits, and CTAs without keys. Keys and values after the last one are NaN.
+
+    A full sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another
+    order.
     """
     rng = np.random.default_rng(heads + head_dim)
     capacity, element = UNSPLIT_KEYS + 44, DTYPES[dtype]

@@ -378,8 +378,7 @@ def test_few_rows_use_kernels_that_do_not_round_weights(m: int, n: int, k: int) 
 @pytest.mark.parametrize("m", [33, 128])
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) -> None:
-    """Kernels that scale the accumulators of each group are slower here; they are used only if float16 cannot hold the
-    scales."""
+    """Kernels that scale the sums of each group are slower here, and serve only scales that float16 cannot hold."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     problem = Problem(m, 4096, 4096, group_size, layouts=(FRAGMENTS,))
     assert getattr(select.choose(problem, here).config, "scaled", True)

@@ -36,7 +36,7 @@ from cupy_awq.tools.table import render
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 28672))
 """The shapes (K, N) to time."""
 ROWS = (1, 8, 64, 512)
-"""The numbers of rows of x to time."""
+"""The values of M to time."""
 TEXT = (
     "Microseconds per call with the default order of additions along K and with batch_invariant=True, and their ratio."
     " AwqLinear reads its repacked weight, gemm the AWQ tensors."
@@ -89,7 +89,7 @@ def measure(index: int) -> list[list[Any]]:
 
 
 def compare_reductions(index: int) -> str:
-    """Return a table of the times of the best configuration of each scaled reduction of `AwqLinear`, by cost model."""
+    """Return a table with the time of `AwqLinear`'s best configuration for each order of additions (`Reduction`)."""
     import cupy
 
     here = device.of(index)

@@ -60,17 +60,17 @@ from tests.peers.interleave import Graph  # noqa: E402
 MAX_ERROR = 2e-2
 """The relative error above which a result counts as wrong."""
 READ_BYTES = 1 << 30
-"""The size of the memory that the plain reads rotate over."""
+"""The size in bytes of the memory over which the plain reads rotate."""
 PRODUCT_SIZE = 8192
-"""M, N and K of the product whose rate is the arithmetic's ceiling."""
+"""M, N and K of the fp16 product whose rate is the upper bound of arithmetic."""
 
 
 class Ceilings:
-    """Graphs that do only a part of a GEMM's work, on random data, and the rates that they reach.
+    """Graphs that do only one part of a GEMM's work, reads or arithmetic, and the rates that they reach.
 
     Attributes:
-        read_gbs: the read bandwidth, GB/s.
-        fp16_tflops: the rate of cuBLAS in float16 for M = N = K = PRODUCT_SIZE, TFLOP/s.
+        read_gbs: the read bandwidth in GB/s.
+        fp16_tflops: the rate of cuBLAS in float16 for M = N = K = PRODUCT_SIZE, in TFLOP/s.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Ceilings:
         self._sink = torch.empty(READ_BYTES // 4, dtype=torch.int32, device="cuda")
         self._x = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device="cuda").half()
         self.read_gbs = 0.0
-        # Successive reads overlap, so they must not read the same bytes, which would come from L2.
+        # Successive reads overlap, so each must read other bytes: the same ones would come from L2.
         for nbytes in (READ_BYTES // 4, READ_BYTES // 32):
             us = min(libraries.times_us(self.reads(nbytes, 0, 16, 64)))
             self.read_gbs = max(self.read_gbs, nbytes / us / 1e3)
@@ -92,7 +92,7 @@ class Ceilings:
         self.fp16_tflops = 2 * PRODUCT_SIZE**3 / us / 1e6
 
     def product(self, length: int) -> Graph:
-        """Return the graph of ``length`` products of cuBLAS."""
+        """Return a graph of ``length`` cuBLAS products."""
         import torch
 
         from tests.peers import libraries
@@ -192,7 +192,7 @@ class Shape:
 
 
 def recorded_us(recorded: dict[str, Any], shape: str, m: int, marlin_us: float) -> float:
-    """Return the best recorded time, scaled to this GPU by Marlin's; nan where there is none."""
+    """Return the best recorded time in microseconds, scaled to this GPU by Marlin's times; NaN without a record."""
 
     def lookup(peer: str) -> float:
         return float(recorded[peer].get(shape, {}).get(str(m), math.nan))
@@ -203,7 +203,7 @@ def recorded_us(recorded: dict[str, Any], shape: str, m: int, marlin_us: float) 
 
 
 def print_table(rows: list[dict[str, Any]], names: list[str], bound: str) -> None:
-    """Print the times of one shape, a line per M."""
+    """Print the times of one shape, one line per M."""
     header = [*names, "rec", "read", bound, f"our/{bound}", "best/our"]
     print(f"\nK={rows[0]['k']} N={rows[0]['n']}   microseconds\n{'M':>5} " + " ".join(f"{name:>8}" for name in header))
     for m in dict.fromkeys(row["m"] for row in rows):
@@ -218,13 +218,14 @@ def print_table(rows: list[dict[str, Any]], names: list[str], bound: str) -> Non
 
 
 class Run:
-    """The results of this run: printed as they come, and written to the file after each step.
+    """The results of this run, which are printed at once and written to the file after each step.
 
     Attributes:
-        gpu, read_gbs, fp16_tflops: name and ceilings of the GPU.
+        gpu: the name of the GPU.
+        read_gbs, fp16_tflops: its measured rates, as in `Ceilings`.
         seed: the seed of the random problems, or None.
-        rows: microseconds of every shape, M and peer.
-        choices: what first_choice.py measured.
+        rows: the microseconds of every shape, M and peer.
+        choices: the results of first_choice.py.
     """
 
     def __init__(self, path: Path | None, seed: int | None, ceilings: Ceilings) -> None:
@@ -239,7 +240,7 @@ class Run:
         self._recorded = json.loads((HERE / "recorded.json").read_text())
 
     def write(self) -> Comparison:
-        """Write the file, if there is one, and return the results so far."""
+        """Write the results so far to the file, if there is one, and return them."""
         run = {key: value for key, value in vars(self).items() if not key.startswith("_")}
         # An absolute path names a folder of one machine only.
         words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
@@ -275,7 +276,7 @@ class Run:
         print(f"{time.monotonic() - begin:.1f} s, of which {built - begin:.1f} s to pack the weights", flush=True)
 
     def compare_choices(self, cells: dict[first_choice.Cell, list[Any]], deadline: float) -> None:
-        """Compare the first choice with the fastest configuration in each cell whose kernels are ready in time."""
+        """Compare the first choice with the fastest configuration in each cell whose kernels were compiled in time."""
         import cupy
 
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -297,7 +298,7 @@ class Run:
 
 
 def print_summary(comparison: Comparison, against: Path | None) -> None:
-    """Print the tables over ranges of M, the worst cells and, if wanted, the times over those of a stored run."""
+    """Print tables by range of M, the worst cells and, on request, the ratios to the times of a stored run."""
     bound = "roof" if comparison.seed is None else "floor"
     ratios = f"our/{bound}", "best/our"
     tables = [

@@ -57,7 +57,7 @@ def layers() -> list[list[Any]]:
         pairs[k, n] = copies(weight, None), copies(weight, order)
     jobs = [(some[0], (m, k)) for (k, _), pair in pairs.items() for some in pair for m in ROWS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: job[0].plan(job[1]), jobs))  # compiles the kernels
+        list(pool.map(lambda job: job[0].plan(job[1]), jobs))  # The first call compiles the kernels.
     rows = []
     for (k, n), (without, having) in pairs.items():
         for m in ROWS:
@@ -73,7 +73,7 @@ def layers() -> list[list[Any]]:
 
 
 def with_orders(files: ModelFiles) -> ModelFiles:
-    """Return a model whose quantized layers have activation orders."""
+    """Return a copy of the model whose quantized layers have activation orders."""
     rng = np.random.default_rng(3)
     orders: dict[str, Any] = {}
 
@@ -91,7 +91,7 @@ def with_orders(files: ModelFiles) -> ModelFiles:
 
 
 def decode_steps(name: str) -> None:
-    """Print the microseconds of a decode step without and with orders, for 1 and 16 sequences."""
+    """Print the microseconds of a decode step without and with activation orders, for 1 and 16 sequences."""
     synthetic = bench_llm.synthetic
     for label, make in (("without", synthetic), ("with", lambda *a, **o: with_orders(synthetic(*a, **o)))):
         bench_llm.synthetic = make
@@ -101,7 +101,7 @@ def decode_steps(name: str) -> None:
 
 
 def main() -> None:
-    """Measure and print; with --json write a table for RESULTS.md."""
+    """Measure and print; with --json, write a table for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the table of single layers to this file")
     parser.add_argument("--model", help=f"measure a decode step instead: one of {', '.join(bench_llm.SHAPES)}")

@@ -43,11 +43,11 @@ from cupy_awq.tools import timing
 from tests.peers import interleave, sweep
 
 READ_GBS, TFLOPS = 3185, 1213
-"""The measured read bandwidth and the measured rate of cuBLAS in float8 on an H100, which bound W4A8."""
+"""The measured read bandwidth of an H100 in GB/s, and cuBLAS's measured float8 rate in TFLOP/s, which bound W4A8."""
 CHANNELS_LAST = torch.channels_last
 COLD_BYTES = 120e6
 MOST_COPIES = 24
-IMAGES = (  # window, stride, channels in and out, pixels a side
+IMAGES = (  # filter size, stride, input and output channels, image height and width
     (3, 1, 64, 64, 56),
     (3, 1, 128, 128, 28),
     (3, 1, 256, 256, 14),
@@ -152,7 +152,7 @@ def header(*names):
 
 
 def gemm(shapes, ms):
-    """Time W4A8 with AWQ zero points, x with one scale per row or per block of 128, and W4A8 with offsets."""
+    """Time W4A8 with zero points (x with one scale per row, then per block of 128 columns), and W4A8 with offsets."""
     names = (
         "K x N",
         "M",
@@ -215,7 +215,7 @@ def few(shapes, ms):
 
 
 def product_alone(calls):
-    """Return calls that repeat the last launch of each call: the product without the quantization of x."""
+    """Return calls that repeat only the last launch of each call: the product, without the quantization of x."""
     recorded = sweep.Recorded(calls)
     chosen = select.choose(recorded.problem, sweep.gpu())
     launches = recorded.launches(select.Candidate(chosen.family, chosen.config, 0.0))
@@ -273,7 +273,8 @@ def convolutions(batches):
             x = cp.random.standard_normal((batch, side, side, ci)).astype(cp.float16)
             out = (side - 1) // stride + 1
             y = cp.empty((batch, out, out, co), cp.float16)
-            tx = torch.from_dlpack(x).permute(0, 3, 1, 2)  # NHWC in memory: channels last
+            # NHWC in memory (channels last), the layout that cuDNN prefers.
+            tx = torch.from_dlpack(x).permute(0, 3, 1, 2)
             times = [ours([lambda w=w: conv2d(x, w, layout="NHWC", out=y, **options) for w in ws]) for ws in (w4, w8)]
             times.append(peer([lambda w=w: torch.nn.functional.conv2d(tx, w, **options) for w in f16]))
             name = f"{window}x{window}, stride {stride}, {ci} to {co}, {side} x {side}"

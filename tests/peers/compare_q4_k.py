@@ -39,7 +39,7 @@ FORMS: dict[str, Any] = {
 
 
 class Q4K(NamedTuple):
-    """A weight [N, K] in Q4_K: codes [N, K/32, 32], d sc and dmin m [N, K/32] in float64."""
+    """A weight [N, K] in Q4_K: codes q [N, K/32, 32], and the products d sc and dmin m, float64 [N, K/32]."""
 
     codes: Array
     scales: Array
@@ -52,7 +52,7 @@ class Q4K(NamedTuple):
 
 
 def quantize(w: Array) -> Q4K:
-    """Quantize [N, K] by the range of each group; 6-bit scales and minima, float16 factors per super-block."""
+    """Quantize a weight [N, K] by each group's range, with 6-bit scales and minima and float16 super-block factors."""
     n, k = w.shape
     padded = np.pad(w.astype(np.float64), ((0, 0), (0, -k % SUPER_BLOCK)))
     groups = padded.reshape(n, -1, SUPER_BLOCK // GROUP, GROUP)
@@ -67,7 +67,7 @@ def quantize(w: Array) -> Q4K:
 
 
 def main() -> None:
-    """Measure and print a table in Markdown."""
+    """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a text file, such as a few pages of prose")
     text = parser.parse_args().text.read_text(encoding="utf-8")

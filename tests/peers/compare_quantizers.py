@@ -48,7 +48,7 @@ def news(folder: Path) -> list[str]:
 
 
 def encyclopedia(folder: Path) -> str:
-    """Return the first paragraphs of English Wikipedia's articles from "Asia" on, without their markup."""
+    """Return the first paragraphs of English Wikipedia's articles, from "Asia" on, without markup."""
     (file,) = folder.glob("enwiki-latest-pages-articles1*.bz2")
     pages = bz2.decompress(file.read_bytes()).decode().split("<page>")[1:]
     titles = [page.partition("<title>")[2].partition("</title>")[0] for page in pages]
@@ -58,12 +58,12 @@ def encyclopedia(folder: Path) -> str:
 
 
 def plain_paragraphs(text: str) -> list[str]:
-    """Return the long paragraphs of a page of wiki markup whose markup is all recognized."""
+    """Return the long paragraphs of a page of wiki markup in which all markup is recognized."""
     for entity, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&amp;", "&"), ("&nbsp;", " ")):
         text = text.replace(entity, character)
     text = re.sub(r"(?s)<!--.*?-->|<ref[^>/]*/>|<ref.*?</ref>|<math.*?</math>", "", text)
     before = ""
-    while before != text:  # templates, tables and links nest
+    while before != text:  # Repeat, as templates, tables and links nest.
         before = text
         text = re.sub(r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}|\[\[(?:File|Image|Category):[^\[\]]*\]\]", "", text)
         text = re.sub(r"\[\[(?!File:|Image:|Category:)(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1", text)
@@ -74,7 +74,7 @@ def plain_paragraphs(text: str) -> list[str]:
 
 
 def manual() -> str:
-    """Return the beginnings of Python's reference manual's topics."""
+    """Return the beginnings of the topics of Python's reference manual."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[name][:3000] for name in sorted(topics)[::3])
 
@@ -88,14 +88,14 @@ def cut(tokenizer: Any, text: str) -> str:
 
 
 def losses(folder: Path, texts: list[str]) -> list[float]:
-    """Return the nats per token of each text."""
+    """Return the negative log-likelihood per token, in nats, of each text."""
     model = llm.load(folder, device="cpu")
     scores = [model.score(text) for text in texts]
     return [-score.log_likelihood / score.tokens for score in scores]
 
 
 def measure(work: Path, model: str, group_sizes: list[int]) -> dict[str, Any]:
-    """Return the table, which is also written after each method."""
+    """Return the table, which is also written to the file after each method."""
     dense = work / "dense"
     if not dense.exists():
         write_dense_model.write(llm.read(model), dense)
@@ -123,7 +123,7 @@ def measure(work: Path, model: str, group_sizes: list[int]) -> dict[str, Any]:
 def row(
     group_size: Any, method: str, found: list[float], original: list[float], nearest: list[float] | None, seconds: Any
 ) -> list[Any]:
-    """Return a row of the table from nats per token."""
+    """Return a row of the table from the losses per token in nats."""
     perplexities = [math.exp(loss) for loss in (*found, sum(found) / 2)]
     base = math.exp(sum(original) / 2)
     removed = "" if nearest is None else f"{1 - (perplexities[2] - base) / (math.exp(sum(nearest) / 2) - base):.0%}"
@@ -132,7 +132,7 @@ def row(
 
 
 def describe(rows: list[list[Any]]) -> dict[str, Any]:
-    """Return the table as render.py reads it."""
+    """Return the table with its title and text, as render.py reads it."""
     return {
         "title": "quantize, SmolLM2-135M",
         "gpu": f"{os.cpu_count()} CPU cores ({platform.machine()})",

@@ -38,7 +38,7 @@ RECORDED = (
 
 
 RANGES = ((0x20, 0x7E), (0xA1, 0xD7FF), (0x1F300, 0x1F6FF))
-"""Ranges of code points to draw characters from."""
+"""The ranges of Unicode code points from which characters are drawn."""
 
 
 def train(text: str, size: int, prefix: bool) -> Any:
@@ -84,7 +84,7 @@ def describe(processor: Any, prefix: bool) -> dict[str, Any]:
 
 
 def load(fields: dict[str, Any]) -> Any:
-    """Return the tokenizer of cupy_awq for metadata fields of JSON values."""
+    """Return the cupy_awq tokenizer for a GGUF file's metadata fields, given as JSON values."""
     scores = np.array(fields["tokenizer.ggml.scores"], np.float32)
     types = np.array(fields["tokenizer.ggml.token_type"], np.int32)
     arrays = {"tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": types}
@@ -92,7 +92,7 @@ def load(fields: dict[str, Any]) -> Any:
 
 
 def draw_text(rng: random.Random, corpus: str) -> str:
-    """Return a text of pieces of the corpus, runs of spaces, odd characters and random Unicode."""
+    """Return a random text of pieces of the corpus, runs of spaces, rare characters and random code points."""
     parts = []
     for _ in range(rng.randint(1, 8)):
         start = rng.randrange(len(corpus))
@@ -113,7 +113,7 @@ def draw_text(rng: random.Random, corpus: str) -> str:
 
 
 def main() -> None:
-    """Train, compare and print the number of equal texts."""
+    """Train the models, compare the tokenizers and print the number of equal texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, nargs="+", help="text files to train on")
     parser.add_argument("--texts", type=int, default=20_000, help="the number of texts for each model")

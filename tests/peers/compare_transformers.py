@@ -30,11 +30,11 @@ from cupy_awq.llm.families import FAMILIES
 
 TOKENS, VOCAB = 60, 96
 TOLERANCE = 2e-4
-"""The largest accepted difference of a logit, over the largest logit: both compute in float32."""
+"""The largest accepted difference of a logit, relative to the largest logit. Both sides compute in float32."""
 
 
 def draw_rope(rng: random.Random) -> dict[str, Any]:
-    """Return RoPE entries of a config.json, now and then with a key that the type does not have."""
+    """Return random RoPE entries of a config.json, sometimes with a key that the RoPE type does not have."""
     kind = rng.choice(["none", "default", "linear", "llama3", "yarn", "yarn", "yarn", "dynamic", "factors"])
     if kind == "none":
         return {}
@@ -66,7 +66,7 @@ def draw_rope(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_config(rng: random.Random) -> dict[str, Any]:
-    """Return the table of a config.json."""
+    """Return the random contents of a config.json."""
     kv_heads = rng.choice([1, 2, 3])
     heads = kv_heads * rng.choice([1, 2, 4])
     table: dict[str, Any] = {
@@ -101,7 +101,7 @@ def draw_config(rng: random.Random) -> dict[str, Any]:
 
 
 def write_model(table: dict[str, Any], folder: Path, seed: int) -> None:
-    """Write a model of random weights, with norms that are not 1 and biases that are not 0."""
+    """Write a model of random weights, in which no norm weight is 1 and no bias is 0."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(table)))
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -129,14 +129,14 @@ def our_logits(folder: Path, ids: list[int]) -> np.ndarray:
 
 
 def compare(table: dict[str, Any], seed: int) -> tuple[str, str]:
-    """Return the outcome of one model, and its detail."""
+    """Return the outcome of one model and its details."""
     ids = np.random.default_rng(seed).integers(0, VOCAB, TOKENS).tolist()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
             write_model(table, folder, seed)
             theirs = their_logits(folder, ids)
-        except Exception as error:  # transformers raises any of many
+        except Exception as error:  # transformers raises many types of errors
             return "refused by transformers", f"{type(error).__name__}: {error}"
         try:
             ours = our_logits(folder, ids)

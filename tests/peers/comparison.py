@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of one run of compare.py, summarized by ranges of M; needs no GPU."""
+"""The results of one run of compare.py and their summaries by range of M; needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ LABELS = {
     "recorded": "best of llm-awq, Humming, TurboMind (recorded)",
     "fp16": "cuBLAS fp16",
 }
-"""The peers as RESULTS.md and the plot name them."""
+"""The names of the peers in RESULTS.md and in the plot."""
 SLOWER = 1.05
-"""A cell counts as slower than a peer if it takes more than this many times as long."""
+"""The ratio of times, ours to a peer's, above which a cell counts as slower."""
 WORST = 5
-"""The number of worst cells to list."""
+"""The number of worst cells that are listed."""
 
 Cell = tuple[int, int, int]
 """The sizes (K, N, M) of a product."""
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def mean(values: Iterable[float]) -> str:
-    """Return the geometric mean with two decimals, or "" without values."""
+    """Return the geometric mean with two decimals, or "" if there are no values."""
     some = [value for value in values if not math.isnan(value)]
     return f"{geometric_mean(some):.2f}" if some else ""
 
@@ -76,11 +76,11 @@ class Comparison:
 
     @classmethod
     def read(cls, path: Path) -> Comparison:
-        """Return the run that a file holds."""
+        """Return the run that is stored in a file."""
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
     def by_band(self) -> list[tuple[str, list[Cell]]]:
-        """Return (range of M, cells of ours) for each of BANDS with cells; the last one ends at the largest M."""
+        """Return (range of M, our cells) for each of BANDS that has cells; the last range ends at the largest M."""
         largest = max((m for _, _, m in self.ratios), default=0)
         found = []
         for low, high in BANDS:
@@ -91,15 +91,15 @@ class Comparison:
         return found
 
     def practical(self, cell: Cell) -> float:
-        """Return the larger of a plain read and the time of the arithmetic, over the roofline; nan without a read."""
+        """Return the larger of the times of a plain read and of the arithmetic, over the roofline; or NaN."""
         read_us, arithmetic_us = (self.us.get((*cell, name), math.nan) for name in ("read", "arithmetic"))
         return max(read_us, arithmetic_us) / self.us[(*cell, "roof")]
 
     def summary(self) -> list[list[str]]:
-        """Return a row per range of M: the geometric means over the cells, and the cells slower than the best peer.
+        """Return one row per range of M, with geometric means over its cells.
 
         The columns are the range of M, ours / roofline, plain read / roofline, best peer / ours, the number of cells
-        that are over 5% slower than the best peer, and the least best peer / ours.
+        that are over 5% slower than the best peer, and the smallest best peer / ours.
         """
         rows = []
         for label, cells in self.by_band():
@@ -118,7 +118,7 @@ class Comparison:
         return rows
 
     def choice_summary(self) -> list[list[str]]:
-        """Return a row per range of M: the cells, the geometric mean of first choice / fastest, and its maximum."""
+        """Return one row per range of M: the number of cells, and mean and maximum of first choice / fastest."""
         rows = []
         for low, high in BANDS:
             ratios = [c["first_us"] / c["best_us"] for c in self.choices if low <= c["m"] <= high]
@@ -127,7 +127,7 @@ class Comparison:
         return rows
 
     def worst(self) -> list[list[str]]:
-        """Return the WORST cells by best peer / ours, then those by ours / roofline.
+        """Return the WORST cells with the smallest best peer / ours, then those with the largest ours / roofline.
 
         The columns are shape, M, ours, best peer, plain read and roofline in microseconds, and the two ratios.
         """
@@ -143,10 +143,10 @@ class Comparison:
         return rows
 
     def against(self, other: Comparison) -> list[list[str]]:
-        """Return a row per range of M of times over those of another run.
+        """Return one row per range of M of this run's times over those of another run.
 
-        The columns are the range of M, the number of common cells, the geometric means of ours and of the best peer,
-        and the largest ratio of ours.
+        The columns are the range of M, the number of common cells, the geometric means for ours and for the best peer,
+        and our largest ratio.
         """
         rows = []
         for label, cells in self.by_band():
@@ -161,12 +161,12 @@ class Comparison:
         return rows
 
     def bands(self) -> str:
-        """Return the README's table: ours / roofline, best peer / ours and its least value, by range of M."""
+        """Return the README's table by range of M: ours / roofline, best peer / ours and its smallest value."""
         rows = [[row[0], row[1], row[3], row[5]] for row in self.summary()]
         return markdown(BANDS_HEADER, rows)
 
     def peers(self) -> str:
-        """Return, by peer and range of M, the geometric mean of its time over ours and the cells where it is faster."""
+        """Return a peer's time over ours (geometric mean), and the cells where it is faster, by peer and range of M."""
         rows = []
         bands = self.by_band()
         for peer, label in LABELS.items():
@@ -186,7 +186,7 @@ class Comparison:
         return markdown(["peer / ours", *(f"M = {label}" for label, _ in bands)], rows)
 
     def cells(self) -> str:
-        """Return the microseconds of every shape and number of rows."""
+        """Return the microseconds of all peers for every shape and M."""
         sections = []
         for k, n in dict.fromkeys((k, n) for k, n, _ in self.ratios):
             rows = []
@@ -200,4 +200,4 @@ class Comparison:
 
 
 BANDS_HEADER = ("M", "ours / roofline", "best peer / ours", "worst cell")
-"""The header of `Comparison.bands`."""
+"""The header of the table that `Comparison.bands` returns."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time decode steps of models with random weights for many batch sizes, and write the table of RESULTS.md.
+"""Time decode steps of models with random weights at many batch sizes, and write the table of RESULTS.md.
 
     python tests/peers/decode.py --json tests/peers/tables/decode.json
     python tests/peers/decode.py --models qwen3-8b --parts 1 16
 
-The time of a layer is the difference between steps of the model and of its first layers, divided by the difference of
-the numbers of layers. Weights are cold in L2.
+The time of a layer is the difference between a step of the whole model and a step of its first layers, divided by the
+difference of their numbers of layers. Weights are cold in L2.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from cupy_awq.tools.bench_llm import SHAPES, synthetic
 from cupy_awq.tools.table import render
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""The numbers of sequences to time."""
+"""The batch sizes (numbers of sequences) to time."""
 FEW_LAYERS = 2
-"""The number of layers of the smaller of the two timed models; the output head evicts their weights from L2."""
+"""The number of layers of the smaller of the two timed models. The output head evicts their weights from L2."""
 CONTEXT = 1024
 """The number of cached tokens per sequence."""
 STEPS, REPEATS = 12, 5
@@ -51,7 +51,7 @@ STEPS, REPEATS = 12, 5
 READ_GBS = 3136
 """The read bandwidth of an H100 in GB/s, as in RESULTS.md."""
 PARTS = ("qkv", "attention", "o", "gate_up", "down")
-"""The kernels of a layer."""
+"""The names of the kernels of a layer."""
 
 
 def part_of(plan: LaunchPlan, decoder: Decoder) -> str | None:
@@ -88,7 +88,7 @@ def compile_all(decoder: Decoder, index: int, batches: list[int]) -> None:
 
 
 def make_model(decoder: Decoder, index: int) -> Model:
-    """Return a model of random weights."""
+    """Return a model with random weights."""
     import cupy
 
     return build_model(synthetic(decoder, xp=cupy), CudaOps(decoder, index, np.dtype(np.float16)))
@@ -96,7 +96,7 @@ def make_model(decoder: Decoder, index: int) -> Model:
 
 @contextmanager
 def without(ops: CudaOps, part: str | None) -> Iterator[None]:
-    """Leave out the launches of one element of PARTS; None leaves out nothing."""
+    """Leave out the launches of one element of PARTS in the context; None leaves out nothing."""
 
     def run(plan: LaunchPlan, **buffers: Array | None) -> None:
         if part is None or part_of(plan, ops.config) != part:
@@ -107,7 +107,7 @@ def without(ops: CudaOps, part: str | None) -> Iterator[None]:
 
 
 def step_us(model: Model, cache: Cache) -> float:
-    """Return the time of a decode step, which is a CUDA graph, in microseconds."""
+    """Return the time in microseconds of a decode step, captured as a CUDA graph."""
     import cupy
 
     loop = model.ops.make_decode_loop(lambda tokens: tokens, cache, Sampling())
@@ -160,11 +160,11 @@ def fill(array: Array) -> None:
 
 
 def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list[dict[str, Any]]:
-    """Return the times of a model by batch size, in microseconds.
+    """Return one row per batch size of a model, with times in microseconds.
 
-    A row has the keys "model", "batch", "layer", "others" (the kernels outside of the layers), "step", "tokens/s",
-    "roofline" (its fraction) and, for the batch sizes ``parts``, the time that a layer takes less without each element
-    of PARTS.
+    A row has the keys "model", "batch", "layer", "others" (the kernels outside of the layers), "step", "tokens/s" and
+    "roofline" (the fraction of the roofline that is reached); for the batch sizes in ``parts`` also, by element of
+    PARTS, the time that a layer takes less without it.
     """
     decoder = SHAPES[name]
     compile_all(decoder, index, batches)
@@ -198,7 +198,7 @@ def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list
 
 
 def over_line(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
-    """Return the step time over the line between the neighbouring powers of two; None for a power of two."""
+    """Return the step time over the line through those of the neighboring powers of two; None for a power of two."""
     batch = row["batch"]
     low = 1 << (batch.bit_length() - 1)
     steps = {other["batch"]: other["step"] for other in rows if other["model"] == row["model"]}
@@ -209,7 +209,7 @@ def over_line(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return the rows of the table of RESULTS.md, with the columns HEAD."""
+    """Return the rows of the table in RESULTS.md, with the columns HEAD."""
     found = []
     for row in rows:
         over = over_line(rows, row)

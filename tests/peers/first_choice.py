@@ -18,16 +18,16 @@ from tests.peers import sweep
 from tests.peers.random_problems import build
 
 WITHIN = 1.6
-"""The largest modelled time, relative to the lowest one, of the configurations to time; see EXPERIMENTS.md."""
+"""The largest modelled time, relative to the lowest one, of a configuration that is timed (reason: EXPERIMENTS.md)."""
 FINALISTS = 6
-"""The number of the fastest configurations that are timed again."""
+"""The number of configurations, the fastest ones, that are timed again."""
 
 Cell = tuple[int, int, int]
 """The sizes (K, N, M) of a GEMM."""
 
 
 def sample(cells: list[Cell], count: int, seed: int) -> list[Cell]:
-    """Return ``count`` random cells, taken in turn from the values of M, so that each M has its share."""
+    """Return ``count`` random cells. Values of M take turns, so that each has its share of the cells."""
     rng = random.Random(f"first choice {seed}")
     by_m: dict[int, list[Cell]] = {}
     for cell in cells:
@@ -39,7 +39,7 @@ def sample(cells: list[Cell], count: int, seed: int) -> list[Cell]:
 
 
 def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict[Cell, list[Future[None]]]:
-    """Start to compile the kernels of all configurations of the cells."""
+    """Start the compilation of the kernels of all configurations of the cells."""
     futures: dict[Any, Future[None]] = {}
     found: dict[Cell, list[Future[None]]] = {}
     for k, n, m in cells:
@@ -53,7 +53,7 @@ def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict
 
 
 def measure(cell: Cell, stream: Any) -> dict[str, Any]:
-    """Return k, n, m, the number of legal configurations, and label and time of the first choice and of the fastest."""
+    """Return K, N, M, the number of legal configurations, and label and time of the first choice and the fastest."""
     k, n, m = cell
     with stream:
         operation = sweep.Gemm(k, n, m)

@@ -50,7 +50,15 @@ from tests.peers.sweep import FirstChoice, table
 
 
 class Model(NamedTuple):
-    """A cost model: its constants, the kernel family whose times it estimates, and those of them that it serves."""
+    """A cost model.
+
+    Attributes:
+        module: the module that holds the constants.
+        constants: the name of the constants in the module.
+        family: the kernel family whose times the model estimates.
+        config: the type of the family's configurations.
+        serves: a function that returns whether the constants serve a configuration and a problem.
+    """
 
     module: ModuleType
     constants: str
@@ -91,9 +99,9 @@ MODELS = {
     "fp8": Model(GEMM_INT8_SM90, "FP8_COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }
 PRIOR = 0.03
-"""The weight of the distance to the present constants, which keeps those that the times do not determine."""
+"""The weight of the distance to the present constants, which determines constants on which no time depends."""
 TEMPERATURE = 0.02
-"""The error of log(estimate) that the expected time of a first choice assumes."""
+"""The standard error of log(estimate) that the expected time of a first choice assumes."""
 ERRORS = 0.2
 """The weight of the mean square error in the loss that ``--choices`` minimizes."""
 RATE = 0.02
@@ -101,11 +109,11 @@ RATE = 0.02
 
 
 class Times:
-    """The measured times of all models' kernels: arrays of times ``us`` and of the numbers ``ids`` of their problems.
+    """The measured times of the kernels of all models: arrays of times ``us`` and of problem numbers ``ids``.
 
     Attributes:
         rows: the configuration, the problem and the GPU of each time.
-        parts: the slice of the times of each model's kernel.
+        parts: the slice of the times that belongs to each model's kernel.
         weights: the weight of each time.
     """
 
@@ -135,13 +143,13 @@ class Times:
         self.weights = np.exp(-(self.us / self.best - 1) / 0.12) + 0.01
 
     def estimates(self, model: str, costs: Any) -> np.ndarray:
-        """Return the modelled times of one model's kernel with these constants."""
+        """Return the times that one model gives for its kernel with these constants."""
         family = MODELS[model].family
         with with_constants(model, costs):
             return np.array([family.estimate_us(*row) for row in self.rows[self.parts[model]]])
 
     def all_estimates(self) -> np.ndarray:
-        """Return the modelled time of each row."""
+        """Return the modelled time of every row, each by the model of its kernel."""
         return np.concatenate([self.estimates(model, present(model)) for model in self.parts])
 
     def errors(self, estimates: np.ndarray) -> np.ndarray:
@@ -173,20 +181,20 @@ class Times:
 
 
 def read_problem(record: dict[str, Any]) -> Any:
-    """Return the problem of a record of sweep.py."""
+    """Return the problem of one record that sweep.py wrote."""
     kind = Problem if "group_size" in record else Int8Problem
     known = {f.name for f in fields(kind)} - {"limits", "layouts"}
     return kind(**{name: value for name, value in record.items() if name in known})
 
 
 def flat(costs: Any) -> np.ndarray:
-    """Return the logarithms of all constants; a constant of zero stays as it is."""
+    """Return the logarithms of all constants as one array; a constant of zero stays zero."""
     with np.errstate(divide="ignore"):
         return np.log([float(x) for f in fields(costs) for x in _parts(getattr(costs, f.name)).values()])
 
 
 def unflat(costs: Any, logarithms: np.ndarray) -> Any:
-    """Return the constants with these logarithms."""
+    """Return the constants whose logarithms `flat` returned."""
     values = iter(np.exp(logarithms).tolist())
     changed: dict[str, Any] = {}
     for f in fields(costs):
@@ -197,7 +205,7 @@ def unflat(costs: Any, logarithms: np.ndarray) -> Any:
 
 
 def _parts(value: Any) -> dict[Any, float]:
-    """Return the constants of one field by key, by index, or by None if there is only one."""
+    """Return the constants of one field: by key, by index, or under the key None if there is only one."""
     return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {None: value}
 
 
@@ -207,7 +215,7 @@ def present(model: str) -> Any:
 
 
 def with_constants(model: str, costs: Any) -> Any:
-    """Return a context in which a model has these constants."""
+    """Return a context in which a model uses these constants."""
     return mock.patch.object(MODELS[model].module, MODELS[model].constants, costs)
 
 
@@ -250,7 +258,7 @@ def fit(times: Times, model: str, steps: int, absolute: float) -> Any:
 
 
 def is_free(model: str, costs: Any) -> np.ndarray:
-    """Return which constants `fit_choices` changes: of mma, which alone serves M <= 8, those for 16 rows."""
+    """Return which constants `fit_choices` may change: of mma only those for more than 8 rows."""
     keys = [key for f in fields(costs) for key in _parts(getattr(costs, f.name))]
     return np.isfinite(flat(costs)) & np.array([model != "mma" or key == 16 for key in keys])
 
@@ -289,7 +297,7 @@ def fit_choices(times: Times, models: Sequence[str], steps: int, absolute: float
 
 
 def show(times: Times, title: str) -> None:
-    """Print the RMS error and the table of first choices."""
+    """Print the RMS error of the estimates and the table of first choices."""
     estimates = times.all_estimates()
     rms = math.sqrt((times.errors(estimates) ** 2).sum() / times.weights.sum())
     print(f"{title}: RMS error {rms:.1%}\n{table(list(times.first_choices(estimates)))}")

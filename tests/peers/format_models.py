@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What read_back.py and format_writers.py share: a dense model, and scores by cupy_awq and by transformers."""
+"""Helpers of read_back.py and format_writers.py: a dense model, and scores by cupy_awq and by transformers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def copy_settings(dense: Path, folder: Path, **entries: Any) -> None:
 
 
 class Scores:
-    """Logits and greedy answers of one model.
+    """The logits and the greedy answers of one model.
 
     Attributes:
-        logits: [S, V] of the text.
-        answers: the ids of the greedy answers to `PROMPTS`.
+        logits: the logits [S, V] of the scored text.
+        answers: the token ids of the greedy answers to `PROMPTS`.
     """
 
     def __init__(self, logits: Array, answers: list[list[int]]) -> None:
         self.logits, self.answers = logits, answers
 
     def perplexity(self, ids: list[int]) -> float:
-        """Return the perplexity of the text with these ids."""
+        """Return the perplexity of the scored text, whose token ids are given."""
         scores = torch.log_softmax(torch.from_numpy(self.logits[:-1]).double(), dim=1)
         return float(torch.exp(-scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].mean()))
 
@@ -65,7 +65,7 @@ def our_scores(path: Path, ids: list[int]) -> Scores:
 
 
 def their_scores(model: Any, path: Path, ids: list[int]) -> Scores:
-    """Return the scores of a transformers model on the CPU, in float32; ``path`` has the tokenizer."""
+    """Return the scores of a transformers model on the CPU, in float32; ``path`` is the folder of its tokenizer."""
     tokenizer = llm.read(path).load_tokenizer()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].float().numpy()
@@ -78,7 +78,7 @@ def their_scores(model: Any, path: Path, ids: list[int]) -> Scores:
 
 
 def dense_model(folder: Path, weights: dict[str, Array]) -> Any:
-    """Return the transformers model of a dense folder with the linear layers' weights [N, K] replaced."""
+    """Return the transformers model of a dense folder in which the linear layers' weights [N, K] are replaced."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -88,7 +88,7 @@ def dense_model(folder: Path, weights: dict[str, Array]) -> Any:
 
 
 def compare(name: str, ours: Scores, theirs: Scores, ids: list[int], stop_ids: tuple[int, ...]) -> list[Any]:
-    """Return a row: name, both perplexities, their ratio - 1, the largest difference of a logit, equal answers."""
+    """Return a row: name, both perplexities, their ratio - 1, the largest difference of a logit, and equal answers."""
 
     def cut(answer: list[int]) -> list[int]:
         ends = [i for i, token in enumerate(answer) if token in stop_ids]

@@ -44,7 +44,7 @@ GROUP = 64
 
 
 def group_range(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the minimum and maximum of each group of `GROUP` columns of w [N, K], 0 included: two [N, K/G]."""
+    """Return minimum and maximum, extended to 0, of each group of `GROUP` columns of w [N, K], each [N, K/G]."""
     grouped = w.float().reshape(len(w), -1, GROUP)
     return grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
 
@@ -102,7 +102,7 @@ def write_gptq(dense: Path, folder: Path) -> Any:
     for name in linear_names(dense):
         w = tensors.pop(f"{name}.weight").float()
         n, k = w.shape
-        # q, k and v, and gate and up, share an order, as layers with equal inputs do in GPTQ.
+        # GPTQ gives layers with the same input one order: q, k and v share one, and so do gate and up.
         shared = name.rpartition(".")[0] + {"o_proj": "o", "down_proj": "d"}.get(name.rpartition(".")[2], "")
         order = orders.setdefault(hash(shared), torch.from_numpy(rng.permutation(k)))
         low, high = group_range(w[:, order])
@@ -164,7 +164,8 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Path], Any], str]] = {
     "MLX, affine": ("mlx", write_mlx, ""),
     "GGUF Q4_K_M": ("llama-cpp-python", write_q4_k_m, "model.gguf"),
 }
-"""The package, the function that writes a model, and the name of the file in the folder, or "" for the folder."""
+"""The package, the function that writes a model, and the name of the written file ("" if it is the folder), by format.
+"""
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Median times of CUDA graphs that are replayed round-robin on one stream, which is never idle."""
+"""Median times of CUDA graphs that are replayed round-robin on one stream, without idle times in between."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 WARM_MS = 60.0
-"""The graphs of one measurement run this long before the first timed replay, so that clocks and power settle."""
+"""The milliseconds for which the graphs run before the first timed replay, so that clocks and power settle."""
 REPLAYS = 7
 """The number of timed replays per graph."""
 GRAPH_US = 400.0
-"""The shortest time of a graph in microseconds if every call takes as long as its lower bound."""
+"""The shortest time of a graph, in microseconds, if every call takes as long as its lower bound."""
 MAX_CALLS = 160
 """The largest number of calls per graph."""
 OUTPUT_BYTES = 1e9
-"""The largest size of all outputs of a graph in bytes, unless it has two calls."""
+"""The largest total size in bytes of the outputs of a graph; a graph of two calls may exceed it."""
 
 
 class Graph(NamedTuple):
     """A captured CUDA graph.
 
     Attributes:
-        replay: launches the graph.
-        length: number of calls in the graph.
+        replay: the function that launches the graph.
+        length: the number of calls in the graph.
     """
 
     replay: Callable[[], object]
@@ -34,7 +34,7 @@ class Graph(NamedTuple):
 
 
 def graph_length(least_us: float, out_bytes: int) -> int:
-    """Return the number of calls, each of at least ``least_us`` and with an output of ``out_bytes``, for one graph.
+    """Return the number of calls for one graph, if a call takes at least ``least_us`` and writes ``out_bytes``.
 
     >>> graph_length(100.0, 1 << 20), graph_length(2.2, 1 << 10), graph_length(5000.0, 1 << 30)
     (4, 160, 2)

@@ -14,25 +14,25 @@ from tests.peers.interleave import MAX_CALLS, Graph, medians_us
 
 GROUP_SIZE = 128
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-"""The column that each nibble of an AWQ word holds."""
+"""The column, 0 to 7, that each nibble of an AWQ word holds."""
 MARLIN_SCALE_ORDER = [i + 8 * j for i in range(8) for j in range(8)]
 UINT4 = 1125899906843648
-"""vLLM's scalar type id of unsigned 4-bit codes with zero points."""
+"""The id in vLLM of the scalar type for unsigned 4-bit codes with zero points."""
 FOLDER = "."
-"""The folder that prepare.sh filled; compare.py sets it."""
+"""The folder that prepare.sh filled. compare.py sets it."""
 COLD_BYTES = 170e6
-"""Weights rotate over copies of more bytes than this, several times the L2 cache."""
+"""The total size in bytes, several times the L2 cache, that the copies of a weight must exceed."""
 DEVICE = torch.device("cuda:0")
 STREAM = torch.cuda.Stream()
-"""The stream of all measurements."""
+"""The stream on which everything is measured."""
 _anchor = torch.cuda.CUDAGraph()
-"""A small graph that keeps the memory pool of all graphs alive; they never run at the same time, so they share it."""
+"""A small graph that keeps the graphs' memory pool alive. Graphs never run at the same time, so they share it."""
 with torch.cuda.graph(_anchor, stream=STREAM):
     torch.zeros(1, device=DEVICE)
 
 
 def pack_columns(x, order=range(8)):
-    """Return codes [R, N] as int32 words [R, N/8], eight columns to a word."""
+    """Return codes [R, N] as int32 words [R, N/8]; a word holds eight columns."""
     r, n = x.shape
     x = x.view(r, n // 8, 8)[:, :, list(order)].to(torch.int32)
     out = torch.zeros(r, n // 8, dtype=torch.int32, device=x.device)
@@ -42,7 +42,7 @@ def pack_columns(x, order=range(8)):
 
 
 def pack_rows(x):
-    """Return codes [K, N] as int32 words [K/8, N], eight rows to a word."""
+    """Return codes [K, N] as int32 words [K/8, N]; a word holds eight rows."""
     k, n = x.shape
     x = x.view(k // 8, 8, n).to(torch.int32)
     out = torch.zeros(k // 8, n, dtype=torch.int32, device=x.device)
@@ -52,7 +52,7 @@ def pack_rows(x):
 
 
 class Problem:
-    """Random 4-bit codes `q` [K, N], zero points `z` and scales `s` [K/G, N]; `bytes` is their packed size."""
+    """A random weight: codes ``q`` [K, N], zero points ``z`` and scales ``s`` [K/G, N]; ``bytes`` is its packed size."""
 
     def __init__(self, k, n):
         g = torch.Generator(device=DEVICE)
@@ -65,18 +65,18 @@ class Problem:
 
     @functools.cached_property
     def dense(self):
-        """The dequantized weight [K, N] in float16."""
+        """Return the dequantized weight [K, N] in float16."""
         groups = self.q.view(-1, GROUP_SIZE, self.n).float() - self.z[:, None].float()
         return (groups * self.s[:, None].float()).half().view(self.k, self.n)
 
 
 def count_copies(nbytes):
-    """Return how many copies of `nbytes` keep weights out of L2; a graph has at most MAX_CALLS calls."""
+    """Return the number of copies of ``nbytes`` that keep weights out of L2, at most the MAX_CALLS calls of a graph."""
     return min(MAX_CALLS, max(2, math.ceil(COLD_BYTES / nbytes)))
 
 
 def load_library(name):
-    """Unpack and load a library that prepare.sh made."""
+    """Unpack and load a library that prepare.sh built."""
     path = Path(tempfile.gettempdir()) / f"peers_{name}"
     if not path.exists():
         with lzma.open(Path(FOLDER) / f"{name}.xz") as src, atomic.create(path) as dst:
@@ -85,23 +85,23 @@ def load_library(name):
 
 
 def load(names):
-    """Load the libraries that peers with these names need."""
+    """Load the libraries that the peers with these names need."""
     for library, peers in (("vllm_C.so", ("marlin", "machete")), ("fbgemm_genai.so", ("fbgemm",))):
         if set(peers) & set(names):
             load_library(library)
 
 
-# A peer takes a problem; it returns the dtype of x and one call per copy of the weight.
+# A peer is a function of a problem that returns the dtype of x and a list of calls, one per copy of the weight.
 
 
 def fp16(p):
-    """cuBLAS with the weight [K, N]."""
+    """Return the calls of cuBLAS with an fp16 weight [K, N]."""
     w = p.dense
     return torch.float16, [lambda x, w=w.clone(): torch.mm(x, w) for _ in range(count_copies(w.numel() * 2))]
 
 
 def fp16_tn(p):
-    """cuBLAS with the weight [N, K]."""
+    """Return the calls of cuBLAS with an fp16 weight [N, K]."""
     w = p.dense.t().contiguous()
     return torch.float16, [
         lambda x, w=w.clone(): torch.nn.functional.linear(x, w) for _ in range(count_copies(w.numel() * 2))
@@ -109,7 +109,7 @@ def fp16_tn(p):
 
 
 def marlin(p):
-    """Marlin of vLLM."""
+    """Return the calls of vLLM's Marlin."""
     ops, k, n = torch.ops._C, p.k, p.n
     none = torch.empty(0, dtype=torch.int, device=DEVICE)
     work = torch.zeros(528, dtype=torch.int, device=DEVICE)
@@ -125,7 +125,7 @@ def marlin(p):
 
 
 def machete(p):
-    """Machete of vLLM."""
+    """Return the calls of vLLM's Machete."""
     ops = torch.ops._C
     q = ops.machete_prepack_B(pack_rows(p.q).t().contiguous().t(), torch.float16, UINT4, torch.float16)
     z = (-1.0 * p.s * p.z.half()).contiguous()
@@ -142,7 +142,7 @@ def machete(p):
 
 
 def fbgemm(p):
-    """bf16i4bf16_shuffled of FBGEMM; x is bfloat16."""
+    """Return the calls of FBGEMM's bf16i4bf16_shuffled, whose x is bfloat16."""
     ops = torch.ops.fbgemm
     w = (p.q.to(torch.int8) - 8).t().contiguous()
     w = torch.bitwise_or(torch.bitwise_and(w[:, ::2], 0xF), torch.bitwise_left_shift(w[:, 1::2], 4)).contiguous()
@@ -157,7 +157,7 @@ def fbgemm(p):
 
 
 def ours(p):
-    """cupy_awq.AwqLinear."""
+    """Return the calls of cupy_awq.AwqLinear."""
     import cupy
 
     import cupy_awq
@@ -182,7 +182,7 @@ PEERS = {f.__name__: f for f in (fp16, fp16_tn, marlin, machete, fbgemm, ours)}
 
 
 def capture(calls, length):
-    """Return the graph of `length` calls, round-robin; each call has an output of its own."""
+    """Return a graph of ``length`` calls, round-robin, in which each call has an output of its own."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(STREAM):
         graph.capture_begin(pool=_anchor.pool(), capture_error_mode="relaxed")
@@ -190,12 +190,12 @@ def capture(calls, length):
             outputs = [calls[i % len(calls)]() for i in range(length)]
         finally:
             graph.capture_end()
-    del outputs  # kept until now, so that no two calls write the same memory
+    del outputs  # Until here the outputs were kept alive, so that no two calls write the same memory.
     return Graph(graph.replay, length)
 
 
 def times_us(graphs):
-    """Return the median microseconds of one call of each graph."""
+    """Return the median time of one call of each graph, in microseconds."""
 
     def mark():
         event = torch.cuda.Event(enable_timing=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch plans of plain_read.cu: the memory traffic of a GEMM without its arithmetic."""
+"""Launch plans of plain_read.cu, which has the memory traffic of a GEMM without its arithmetic."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ GRIDS = ((1, 1024), (2, 512), (4, 512))
 
 
 def kernels() -> list[Kernel]:
-    """Return the kernels of all grids, for Hopper."""
+    """Return the kernels for all of GRIDS, compiled for Hopper."""
     threads = dict.fromkeys(threads for _, threads in GRIDS)
     return [Kernel(SOURCE, "plain_read", (("THREADS", count),), "90a") for count in threads]
 
 
 def plan(weight_bytes: int, x_bytes: int, y_bytes: int, sms: int, grid: tuple[int, int]) -> LaunchPlan:
-    """Return the launch with one of GRIDS on a GPU with ``sms`` SMs; its buffers are "weight", "x" and "y".
+    """Return the launch with one of GRIDS on a GPU with ``sms`` SMs.
 
-    The sizes are multiples of 16 bytes.
+    Its buffers are "weight", "x" and "y", whose sizes are multiples of 16 bytes.
     """
     ctas, threads = grid
     sizes = tuple(np.int64(size // 16) for size in (weight_bytes, x_bytes, y_bytes))

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 FATBIN_MAGIC = 0xBA55ED50
 PTX, CUBIN = 1, 2
-"""The kinds of an image."""
+"""The numbers of the two kinds of device images in a fatbin."""
 
 
 class Image(NamedTuple):
-    """One device image: its kind and arch, and where its payload lies in the file."""
+    """One device image: its kind, its architecture, and the position of its payload in the file."""
 
     kind: int
     arch: int
@@ -32,7 +32,7 @@ class Image(NamedTuple):
 
 
 def sections(path: str) -> Iterator[tuple[int, int]]:
-    """Yield (offset, size) of each section that holds device code."""
+    """Yield (offset, size) of each section of the library that holds device code."""
     listing = subprocess.run(["readelf", "-SW", path], capture_output=True, text=True, check=True).stdout
     pattern = r"\]\s+(?:\.nv_fatbin|__nv_relfatbin)\s+\S+\s+[0-9a-f]+\s+([0-9a-f]+)\s+([0-9a-f]+)"
     for offset, size in re.findall(pattern, listing):
@@ -40,7 +40,7 @@ def sections(path: str) -> Iterator[tuple[int, int]]:
 
 
 def containers(data: bytearray, offset: int, size: int) -> Iterator[list[Image]]:
-    """Yield the images of each fatbin container of a section."""
+    """Yield the list of images of each fatbin container in a section."""
     position = offset
     while position < offset + size - 16:
         magic, _, header_bytes, payload_bytes = struct.unpack_from("<IHHQ", data, position)
@@ -59,14 +59,14 @@ def containers(data: bytearray, offset: int, size: int) -> Iterator[list[Image]]
 
 
 def is_kept(image: Image, images: list[Image], mode: str) -> bool:
-    """Return whether an image of a container stays."""
+    """Return whether an image of a container is kept."""
     if any(other.kind == CUBIN and other.arch == 90 for other in images):
         return image.kind == CUBIN and image.arch == 90
     return mode == "ptx" and image.kind == PTX and image.arch <= 90
 
 
 def main() -> None:
-    """Read the library, zero the other images, and print the bytes kept by (kind, arch) and the bytes zeroed."""
+    """Read the library, zero all other images, and print the kept and the zeroed bytes by (kind, architecture)."""
     source, target, mode = sys.argv[1:4]
     data = bytearray(Path(source).read_bytes())
     kept: Counter[tuple[int, int]] = Counter()

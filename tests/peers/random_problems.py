@@ -17,11 +17,11 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel
 
 SIZES = (1024, 32768)
-"""The range of K and of N."""
+"""The range of K and N of random shapes."""
 ROWS = (1, 4096)
-"""The range of M."""
+"""The range of M of random problems."""
 MAX_WEIGHTS = 4e8
-"""The largest K * N."""
+"""The largest K * N of a random shape."""
 BANDS = ((1, 16), (17, 128), (129, 1024), (1025, 4096))
 """The ranges of M over which figures are summarized."""
 LATENCY_US = 2.2
@@ -42,13 +42,13 @@ def shape(rng: random.Random) -> tuple[int, int]:
 
 
 def shapes(seed: int, count: int) -> list[tuple[int, int]]:
-    """Return ``count`` random shapes (K, N), the same for the same seed."""
+    """Return ``count`` random shapes (K, N), which depend only on the seed."""
     rng = random.Random(seed)
     return [shape(rng) for _ in range(count)]
 
 
 def rows(seed: int, count: int = 9) -> list[int]:
-    """Return ``count`` different values of M, log-uniform in ROWS, one from each of equal parts of the logarithm."""
+    """Return ``count`` distinct values of M, one from each of equal parts of the logarithm of ROWS."""
     rng = random.Random(f"rows {seed}")
     ratio = ROWS[1] / ROWS[0]
     while True:
@@ -58,7 +58,7 @@ def rows(seed: int, count: int = 9) -> list[int]:
 
 
 def band(m: int) -> tuple[int, int]:
-    """Return the band of ``m``."""
+    """Return the element of BANDS that contains ``m``."""
     return next((low, high) for low, high in BANDS if m <= high)
 
 
@@ -69,12 +69,12 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def build(kernel: Kernel) -> None:
-    """Compile a kernel into the disk cache."""
+    """Compile a kernel and store it in the disk cache."""
     compiler.build(kernel)
 
 
 def compile_pool() -> ProcessPoolExecutor:
-    """Return a pool of processes for `build`, one per CPU core but one."""
+    """Return a pool of processes for `build`, with one process less than there are CPU cores."""
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
@@ -82,7 +82,7 @@ def compile_pool() -> ProcessPoolExecutor:
 def submit_chosen(
     pool: ProcessPoolExecutor, cells: Iterable[tuple[int, int, int]], device: Device
 ) -> list[Future[None]]:
-    """Start to compile the kernels that AwqLinear chooses for cells (K, N, M)."""
+    """Start the compilation of the kernels that AwqLinear chooses for the cells (K, N, M)."""
     problems = [Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS)) for k, n, m in cells]
     kernels = dict.fromkeys(choose(problem, device).plan.kernel for problem in problems)
     return [pool.submit(build, kernel) for kernel in kernels]

@@ -38,7 +38,7 @@ TOKENS = 200
 
 
 def quantized(dense: Path, group_size: int, symmetric: bool) -> Contents:
-    """Return a dense folder with its linear layers rounded to 4 bits."""
+    """Return a dense folder's contents with the linear layers rounded to 4 bits."""
     names = set(linear_names(dense))
     entries: dict[str, Pending | Tensor] = {}
     for name, array in safetensors.read(dense / "model.safetensors").items():
@@ -76,7 +76,7 @@ def read_compressed_tensors(path: Path, names: list[str]) -> Weights:
 
 
 def read_gptq(path: Path, names: list[str]) -> Weights:
-    """Return the weights that gptqmodel's layers dequantize."""
+    """Return the weights that gptqmodel's layers dequantize to."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
     tensors = {name: torch.from_numpy(np.array(a)) for name, a in safetensors.read(path / "model.safetensors").items()}
@@ -91,7 +91,7 @@ def read_gptq(path: Path, names: list[str]) -> Weights:
 
 
 def read_autoawq(path: Path, names: list[str]) -> Weights:
-    """Return the weights that AutoAWQ dequantizes."""
+    """Return the weights that AutoAWQ dequantizes to."""
     from awq.utils.packing_utils import dequantize_gemm
 
     tensors = {name: torch.from_numpy(np.array(a)) for name, a in safetensors.read(path / "model.safetensors").items()}
@@ -103,7 +103,7 @@ def read_autoawq(path: Path, names: list[str]) -> Weights:
 
 
 def read_gguf(path: Path, names: list[str]) -> Weights:
-    """Return the weights that the package gguf dequantizes, in Hugging Face's order of rows."""
+    """Return the weights that the package gguf dequantizes to, with rows in Hugging Face's order."""
     attention = llm.read(path).config.layers[0].mixer
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     found = {}
@@ -142,11 +142,11 @@ READERS = {
     "compressed-tensors, symmetric": ("compressed-tensors", read_compressed_tensors, 32, True),
     "gptq": ("gptqmodel", read_gptq, 64, False),
 }
-"""The package, the function that reads its weights, the group size and whether zero points are all 8, by format."""
+"""The package, the function that reads its weights, the group size, and whether all zero points are 8, by format."""
 
 
 def compare_weights(label: str, reader: str, ours: Weights, theirs: Weights) -> list[str]:
-    """Return a row: file, reader, and the number of layers and of weights that differ."""
+    """Return a row: the file, its reader, and the number of layers and of weights that differ."""
     differing = sum(int(np.count_nonzero(ours[name] != theirs[name])) for name in ours)
     row = [label, reader, f"{len(ours)} layers, {sum(a.size for a in ours.values())} weights", f"{differing} differ"]
     print(row, flush=True)
@@ -154,7 +154,7 @@ def compare_weights(label: str, reader: str, ours: Weights, theirs: Weights) -> 
 
 
 def main() -> None:
-    """Write, read and compare every format."""
+    """Write each format, read it by the other package, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dense", type=Path, help="a folder with float16 weights")
     parser.add_argument("text", type=Path, help="a text to score with llama.cpp")

@@ -62,14 +62,14 @@ all legal configurations, in random cells. The third one lists the five worst ce
 
 
 def section(run: Comparison) -> str:
-    """Return the section of RESULTS.md about a run with given shapes."""
+    """Return the section of RESULTS.md for one run with given shapes."""
     head = f"### {run.gpu}: {run.read_gbs:.0f} GB/s read, {run.fp16_tflops:.0f} TFLOP/s fp16"
     ours = "Geometric mean of the peer's time over ours, and the number of cells where the peer is faster:"
     return f"{head}\n\n{run.bands()}\n\n{ours}\n\n{run.peers()}\n\n{run.cells()}"
 
 
 def plot(run: Comparison, path: Path) -> None:
-    """Draw the geometric mean over the shapes of time / roofline, one line per peer."""
+    """Plot time / roofline over M: one line per peer, the geometric mean over the shapes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
@@ -103,7 +103,7 @@ def plot(run: Comparison, path: Path) -> None:
 
 
 def table(path: Path) -> str:
-    """Return the section of RESULTS.md about one file of tables/; floats of a column share their decimals."""
+    """Return the section of RESULTS.md for one file of tables/. Floats of a column have equally many decimals."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     rows = data["rows"]
     decimals = [
@@ -127,7 +127,7 @@ SECTIONS = {
     "Language models": ("language_models", "decode", "smollm2", "quantizers", "quantizer_h100"),
     "Checkpoint formats": ("format_writers", "read_back"),
 }
-"""The files of tables/ by section, in the order of the page."""
+"""The names of the files of tables/ in each section of the page, in the page's order."""
 
 
 UNTUNED_HEADERS = (
@@ -135,11 +135,11 @@ UNTUNED_HEADERS = (
     ("M", "cells", "first choice / fastest", "worst cell"),
     ("shape", "M", "ours", "best peer", "plain read", "floor", "ours / floor", "best peer / ours"),
 )
-"""The headers of the tables about shapes without a tuned configuration: summary, first choices, worst cells."""
+"""The headers of the tables about shapes without tuned configurations: summary, first choices, worst cells."""
 
 
 def untuned_section() -> list[str]:
-    """Return the section of RESULTS.md about shapes without a tuned configuration, or nothing if none were measured."""
+    """Return the section of RESULTS.md about shapes without tuned configurations; "" if none were measured."""
     paths = (path for prefix in ("random", "untuned") for path in sorted((HERE / "tables").glob(f"{prefix}_*.json")))
     runs = [Comparison.read(path) for path in paths]
     if not runs:
@@ -156,7 +156,7 @@ def untuned_section() -> list[str]:
 
 
 def results() -> str:
-    """Return RESULTS.md."""
+    """Return the text of RESULTS.md."""
     runs = [section(Comparison.read(HERE / f"{name}.json")) for name in ("h100", "h200")]
     parts = [INTRODUCTION, "## AwqLinear and its peers\n", METHOD, "![Time over roofline](h100.png)\n", *runs]
     parts += untuned_section()
@@ -166,7 +166,7 @@ def results() -> str:
 
 
 def with_bands(readme: str) -> str:
-    """Return the README with its table of figures replaced by that of h100.json."""
+    """Return the README in which the table of figures is that of h100.json."""
     header = re.escape(f"| {' | '.join(BANDS_HEADER)} |")
     return re.sub(rf"{header}\n(\|.*\n?)+", Comparison.read(HERE / "h100.json").bands() + "\n", readme)
 

@@ -46,23 +46,23 @@ from tests.peers.interleave import Graph, medians_us
 from tests.peers.random_problems import ROWS, build, compile_pool, geometric_mean, log_uniform, shape
 
 COLD_BYTES = 170e6
-"""Weights rotate over copies of more bytes than this, several times the L2 cache."""
+"""The total size in bytes, several times the L2 cache, that the copies of a weight must exceed."""
 MAX_FLOPS = 8e11
-"""The largest number of operations of a problem: about 1 ms."""
+"""The largest number of floating-point operations of a problem, which take about 1 ms."""
 MAX_ERROR = 0.02
-"""The relative difference from the first configuration's result above which a configuration is wrong."""
+"""The relative difference from the result of the first configuration above which a result counts as wrong."""
 MOST_CHECKED = 1 << 22
 """The largest number of elements of y that are compared."""
 GRAPH_US = 240.0
 """The approximate time of a graph in microseconds."""
 ROW_RANGES = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 1024), (1025, math.inf))
-"""The ranges of M of a table of first choices; most have cost constants of their own."""
+"""The ranges of M in a table of first choices. Most of them have cost constants of their own."""
 DURATIONS_US = (6.0, 20.0)
-"""The durations of the fastest configurations by which a table of first choices has columns, in microseconds."""
+"""The bounds, in microseconds, of the columns of a table of first choices, by the time of the fastest configuration."""
 
 Buffers = dict[str, Any]
 Bound = tuple[Any, tuple[int, ...]]
-"""A launcher and the addresses of its buffers."""
+"""A launcher with the addresses of its buffers."""
 
 
 def packed_weight(k: int, n: int) -> PackedWeight:
@@ -84,12 +84,12 @@ def activations(*shape: int) -> Any:
 
 
 def copies(nbytes: float, at_most: int = 512) -> int:
-    """Return the number of copies with which `nbytes` are cold in L2."""
+    """Return the number of copies with which arrays of ``nbytes`` bytes are cold in L2."""
     return min(at_most, max(2, math.ceil(COLD_BYTES / nbytes)))
 
 
 class Gemm:
-    """W4A16 on the repacked weight, as AwqLinear(keep_weight=False) computes it."""
+    """W4A16 GEMMs on the repacked weight, as AwqLinear(keep_weight=False) computes them."""
 
     def __init__(self, k: int, n: int, m: int) -> None:
         import cupy
@@ -114,7 +114,7 @@ class Gemm:
 
 
 class Recorded:
-    """An operation on block-quantized weights: its last launch is recorded, and timed alone."""
+    """An operation on block-quantized weights, of which the last launch is recorded and timed alone."""
 
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         self._calls = calls
@@ -180,18 +180,18 @@ GEMMS: dict[str, Callable[[int, int, int], Any]] = {
     "gemm": Gemm,
     **{kind: functools.partial(w4a8, kind) for kind in ("gemm_int8", "gemm_int8_rows", "linear_fp8")},
 }
-"""The GEMMs of sizes (K, N, M), by the name of the operation."""
+"""The functions that make the GEMMs of sizes (K, N, M), by the name of the operation."""
 
 
 def gpu() -> Any:
-    """Return the properties of the current GPU."""
+    """Return the `Device` of the current GPU."""
     from cupy_awq.runtime import device
 
     return device.current()
 
 
 def bind(launches: list[tuple[Any, Buffers]], stream: Any) -> list[Bound]:
-    """Return the launcher of each launch and the addresses of its buffers."""
+    """Return, for each launch, its launcher with the addresses of its buffers."""
     begin = workspace_address(0, stream.ptr)
     workspace = {"counters": begin, "partials": begin + COUNTER_BYTES}
 
@@ -208,7 +208,7 @@ def bind(launches: list[tuple[Any, Buffers]], stream: Any) -> list[Bound]:
 
 
 def capture(bound: list[Bound], first: int, stream: Any, estimate_us: float) -> Graph:
-    """Return a CUDA graph of launches in a cycle, from number ``first`` on, which takes about GRAPH_US."""
+    """Return a CUDA graph of about GRAPH_US that runs the launches in a cycle, from number ``first`` on."""
     length = max(2, math.ceil(GRAPH_US / estimate_us))
     stream.begin_capture()
     for launcher, pointers in itertools.islice(itertools.cycle(bound), first, first + length):
@@ -217,7 +217,7 @@ def capture(bound: list[Bound], first: int, stream: Any, estimate_us: float) -> 
 
 
 def error(bound: Bound, y: Any, stream: Any, expected: Any) -> tuple[float, Any]:
-    """Return the relative difference of a launch's ``y`` from ``expected`` (None: 0), and y."""
+    """Return the relative difference of a launch's y from ``expected`` (0 if that is None), and y."""
     import cupy
 
     launcher, pointers = bound
@@ -230,7 +230,7 @@ def error(bound: Bound, y: Any, stream: Any, expected: Any) -> tuple[float, Any]
 
 
 def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> list[float]:
-    """Return the median time of one launch of each configuration in microseconds, or infinity if its y is wrong."""
+    """Return the median time of a launch of each configuration in microseconds; infinity if its y is wrong."""
     import cupy
 
     graphs: dict[int, Graph] = {}
@@ -248,7 +248,8 @@ def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> li
             continue
         expected = y if expected is None else expected
         graphs[i] = capture(bound, first, stream, candidate.us)
-        first = (first + graphs[i].length) % len(bound)  # else all graphs read the same weights, from L2 if these fit
+        # Otherwise all graphs would read the same weights, from L2 if these fit there.
+        first = (first + graphs[i].length) % len(bound)
     found = [math.inf] * len(candidates)
     if graphs:
         medians = medians_us(list(graphs.values()), stream.record, cupy.cuda.get_elapsed_time)
@@ -258,7 +259,7 @@ def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> li
 
 
 def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
-    """Return a random operation; a GEMM takes at most MAX_FLOPS operations."""
+    """Return a random operation; a GEMM has at most MAX_FLOPS operations."""
     while True:
         m = round(log_uniform(rng, low, high))
         if op == "conv2d":
@@ -269,7 +270,7 @@ def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
 
 
 def legal(problem: Any, within: float) -> list[Candidate]:
-    """Return the legal configurations with at most ``within`` times the lowest modelled time, in ascending order."""
+    """Return the legal configurations with at most ``within`` times the lowest modelled time, lowest first."""
     found = select.candidates(problem, gpu()).values()
     some = [candidate for listed in found if not isinstance(listed, str) for candidate in listed]
     least = min(candidate.us for candidate in some)
@@ -329,14 +330,14 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
 
 
 class FirstChoice(NamedTuple):
-    """The configuration of a problem that has the lowest modelled time.
+    """The configuration of a problem with the lowest modelled time.
 
     Attributes:
-        gpu: name of the GPU.
-        m: number of rows; of a convolution, the number of pixels.
-        best_us: time of the fastest configuration, in microseconds.
-        over_best: time of the first choice, relative to that of the fastest configuration.
-        estimate: modelled time of the first choice, relative to its time.
+        gpu: the name of the GPU.
+        m: the number of rows, or of pixels of a convolution.
+        best_us: the time of the fastest configuration, in microseconds.
+        over_best: the time of the first choice, relative to that of the fastest configuration.
+        estimate: the modelled time of the first choice, relative to its measured time.
     """
 
     gpu: str
@@ -347,7 +348,7 @@ class FirstChoice(NamedTuple):
 
 
 def first_choices(records: Iterable[dict[str, Any]]) -> list[FirstChoice]:
-    """Return the first choice of each problem; the records of a problem follow each other."""
+    """Return the first choice of each problem, whose records must be adjacent."""
     found = []
     for _, group in itertools.groupby(records, lambda record: (record["op"], record["device"], record["problem"])):
         some = list(group)
@@ -359,7 +360,7 @@ def first_choices(records: Iterable[dict[str, Any]]) -> list[FirstChoice]:
 
 
 def table(choices: list[FirstChoice]) -> str:
-    """Return the times of first choices over the fastest times, as a table by GPU, M and duration."""
+    """Return a table of the first choices' times over the fastest times, by GPU, M and duration."""
     text = []
     edges = [0.0, *DURATIONS_US, math.inf]
     for gpu, (low, high) in itertools.product(sorted({choice.gpu for choice in choices}), ROW_RANGES):
@@ -380,7 +381,7 @@ def table(choices: list[FirstChoice]) -> str:
 
 
 def main() -> None:
-    """Measure and write the file, or summarize one."""
+    """Measure and write a file, or summarize one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=[*GEMMS, "conv2d"], default="gemm")
     parser.add_argument("--seed", type=int, default=1)

@@ -17,7 +17,7 @@ from tests import test_interop
 
 
 def check_refusals() -> None:
-    """Pass tensors with strides, gradients, and memory or dtypes that NumPy cannot view."""
+    """Check that tensors with any strides are accepted, and that tensors that NumPy cannot view are refused."""
     layer, ones = AwqLinear(random_weight(np.random.default_rng(0), 64, 32, 16)), torch.ones(2, 64, dtype=torch.float16)
     expected = layer(ones.numpy()).tobytes()
     assert layer(ones.T.contiguous().T).tobytes() == layer(ones[:1].expand(2, 64)).tobytes() == expected

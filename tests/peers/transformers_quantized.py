@@ -26,13 +26,13 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
-    """Return the columns [rows, 8 * words] of AWQ words [rows, words]."""
+    """Return the columns [rows, 8 * words] that AWQ words [rows, words] hold."""
     shifts = torch.tensor([4 * nibble for nibble in ORDER], dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & 15).reshape(len(words), -1)
 
 
 def dequantize_awq(tensors: dict[str, torch.Tensor], group_size: int) -> dict[str, torch.Tensor]:
-    """Return the tensors with the weights [N, K] of quantized layers in float32, after checks of dtypes and shapes."""
+    """Check dtypes and shapes, and return the tensors with the quantized layers' weights as float32 [N, K]."""
     result = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
@@ -55,7 +55,7 @@ def dequantize_awq(tensors: dict[str, torch.Tensor], group_size: int) -> dict[st
 
 
 def their_model(folder: Path) -> Any:
-    """Return the model as transformers runs it, in float32."""
+    """Return the model in float32 as transformers runs it."""
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     print(json.dumps({key: value for key, value in settings.items() if key != "ignore"}))
     if settings["quant_method"] == "compressed-tensors":

@@ -35,7 +35,7 @@ def their_logits(path: Path, ids: list[int]) -> np.ndarray:
 
 
 def perplexity(logits: np.ndarray, ids: list[int]) -> float:
-    """Return the perplexity of a text under the logits of its positions."""
+    """Return the perplexity of a text, given the logits at its positions."""
     scores = torch.log_softmax(torch.from_numpy(logits[:-1]).double(), dim=1)
     return float(torch.exp(-scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].mean()))
 
@@ -45,9 +45,9 @@ def compare(description: str | None, model: str, tokens: int, their_logits: Call
 
     Args:
         description: the description of the command.
-        model: what its first argument is.
+        model: the description of the command's first argument.
         tokens: the default number of tokens.
-        their_logits: function of the model's path and the token ids; returns logits [S, V].
+        their_logits: a function of the model's path and the token ids that returns logits [S, V].
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help=model)

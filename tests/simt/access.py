@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoding of a memory access as one integer: later accesses have larger codes.
+"""The encoding of a memory access as one integer, such that later accesses of a warp have larger integers.
 
-The fields, from the top bit down: the clock of its warp, whether the generic proxy wrote, its thread, its instruction.
+The fields, from the highest bits down, are the clock of the warp, whether the generic proxy wrote, the thread, and the
+instruction.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 Array = Any
 NEVER, PENDING = 0, 2**22 - 1
-"""The times before and after every access. A pending access is ordered with nothing."""
+"""The codes below and above those of all accesses. A pending access is ordered with no other access."""
 
 AT_BITS, THREAD_BITS = 20, 20
 GENERIC = 1 << (AT_BITS + THREAD_BITS)

@@ -15,25 +15,27 @@ NAMES = 16
 
 
 class Barriers:
-    """The arrivals at each barrier of each CTA. Warps arrive as a whole, as in hardware."""
+    """The arrivals at each barrier of each CTA. As in hardware, all threads of a warp arrive together."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.arrived = np.zeros((NAMES, machine.threads), bool)
         self.waiting = np.zeros((NAMES, machine.threads), bool)
-        self.expected = np.zeros((NAMES, machine.blocks), np.int64)  # 0: all living threads
+        # The expected number of threads; 0 for all living threads.
+        self.expected = np.zeros((NAMES, machine.blocks), np.int64)
         self.resume = np.zeros(machine.threads, np.int64)
-        self.since = np.zeros(machine.threads, np.int64)  # instruction at which a thread waits
+        self.since = np.zeros(machine.threads, np.int64)  # the instruction at which each thread waits
         self.votes = np.zeros((NAMES, machine.threads), bool)
         self.reductions: dict[int, tuple[str, str]] = {}
         clusters = machine.threads // machine.cluster_threads
         self.cluster_phase = np.zeros(clusters, np.int64)
         self.cluster_arrived = np.zeros(machine.threads, bool)
         self.cluster_ticket = np.full(machine.threads, -1)
-        self.initialised = np.zeros(machine.threads, bool)  # behind a fence of mbarriers
+        self.initialised = np.zeros(machine.threads, bool)  # whether each thread has executed fence.mbarrier_init
         columns = machine.cluster_threads // 32
-        self.cluster_clocks = np.zeros((3, clusters, columns), np.int64)  # what arrivals of the open phase published
-        self.cluster_closed = np.zeros_like(self.cluster_clocks)  # of the last complete phase
+        # The vector clocks published by arrivals in the open phase.
+        self.cluster_clocks = np.zeros((3, clusters, columns), np.int64)
+        self.cluster_closed = np.zeros_like(self.cluster_clocks)  # the vector clocks of the last complete phase
 
     def arrive(
         self,
@@ -110,7 +112,7 @@ class Barriers:
         machine.registers[register] = np.where(released, result[machine.block_of], old)
 
     def on_exit(self) -> None:
-        """Complete the barriers that expect all living threads, now that some have exited."""
+        """Complete the barriers that expect all living threads, if the exit of some threads left only arrived ones."""
         for name in np.flatnonzero(self.arrived.any(axis=1)):
             self._complete(int(name), int(self.since[np.flatnonzero(self.arrived[name])[0]]))
         self._complete_clusters()
@@ -118,7 +120,7 @@ class Barriers:
     # ---- clusters
 
     def fence_initialised(self, active: Array) -> None:
-        """Execute ``fence.mbarrier_init``: a relaxed cluster arrival now releases earlier writes of the threads."""
+        """Execute ``fence.mbarrier_init``: the next relaxed cluster arrival also releases earlier writes."""
         self.initialised |= active
 
     def cluster_arrive(self, active: Array, release: bool, at: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bulk and tensor copies between global and shared memory, and between the shared memories of a cluster.
 
-With landing "latest" a copy into shared memory lands when no thread can run; with "earliest" it lands at once. Its
-bytes then count at its mbarrier. A copy out of shared memory reads its source when its thread waits for its bulk group,
-or at once.
+With landing "latest", a copy into shared memory lands when no thread can run; with "earliest", it lands at once. The
+mbarrier counts its bytes when it lands. A copy out of shared memory reads its source when its thread waits for its bulk
+group, or, with "earliest", at once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BulkCopies:
     def load_multicast(
         self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, ranks: Array, at: int
     ) -> None:
-        """Copy ``size`` bytes of global memory to each CTA of the cluster that has a bit in ``ranks``."""
+        """Copy ``size`` bytes of global memory to each CTA of the cluster whose bit is set in ``ranks``."""
         for thread, to, start, count, signal, bits in self._threads(lanes, target, source, size, barrier, ranks):
             content = self._bytes(thread, start, count, "global", at)
             self._multicast(thread, to, np.arange(0, count, CHUNK), signal, bits, content, at)
@@ -81,7 +81,7 @@ class BulkCopies:
         ranks: Any,
         at: int,
     ) -> None:
-        """Copy a box of a tensor, with zeros outside the tensor. ``ranks`` None: no multicast."""
+        """Copy a box of a tensor, with zeros outside the tensor, to the CTAs in ``ranks`` (None: to the CTA itself)."""
         masks = 0 if ranks is None else ranks
         for thread, to, map_at, signal, bits, *place in self._threads(
             lanes, target, tensor, barrier, masks, *coordinates
@@ -96,7 +96,7 @@ class BulkCopies:
                 self._multicast(thread, to, offsets, signal, bits, box.read, at)
 
     def store_async(self, lanes: Any, target: Array, values: tuple[Array, ...], barrier: Array, at: int) -> None:
-        """Execute ``st.async``: store to a CTA of the cluster and count the bytes at its mbarrier, at once."""
+        """Execute ``st.async``: store to a CTA of the cluster and count the bytes at its mbarrier, without delay."""
         machine = self.machine
         machine.memory.shared.store(target, lanes, values, at, "plain")
         size = sum(np.asarray(value).itemsize for value in values)
@@ -111,7 +111,7 @@ class BulkCopies:
     def _multicast(
         self, thread: int, to: int, offsets: Array, signal: int, ranks: int, content: Callable[[], Array], at: int
     ) -> None:
-        """Start a copy to the same offsets in each CTA of ``ranks``."""
+        """Start a copy to the same offset in the shared memory of each CTA in ``ranks``."""
         for rank in range(16):
             if int(ranks) >> rank & 1:
                 window = (rank + 1) << 24
@@ -139,7 +139,7 @@ class BulkCopies:
             self.loads.append(load)
 
     def land(self) -> bool:
-        """Land the oldest copy of each CTA, so that CTAs stay in step. Return False if there is none."""
+        """Land the oldest copy of each CTA, so that CTAs advance equally. Return False if there is none."""
         first: dict[int, _Load] = {}
         for load in self.loads:
             first.setdefault(int(self.machine.block_of[load.thread]), load)
@@ -213,7 +213,7 @@ class BulkCopies:
         self.groups = self.groups + active
 
     def wait(self, active: Array, newest: int) -> None:
-        """Complete all bulk groups of the threads except their ``newest`` ones."""
+        """Complete all bulk groups of each thread except the ``newest`` ones."""
         machine, kept = self.machine, []
         for store in self.stores:
             if active[store.thread] and store.group < self.groups[store.thread] - newest:
@@ -246,7 +246,7 @@ class BulkCopies:
                 machine.fail("in flight", "the CTA exits before the copy has landed", load.at, [load.thread])
 
     def _threads(self, lanes: Any, *values: Array) -> zip[Any]:
-        """Return the threads with their values as Python integers."""
+        """Return each thread with its values as Python integers."""
         machine = self.machine
         numbers = range(machine.threads) if isinstance(lanes, slice) else lanes.tolist()
         return zip(numbers, *(machine.pick(np.asarray(value), lanes).tolist() for value in values), strict=True)
@@ -275,7 +275,7 @@ def _writer(buffer: Buffer, position: int) -> Callable[[Array], None]:
 
 
 class Box:
-    """A box of a tensor at a place: its rows in the buffer, clipped to the tensor, and its order in shared memory."""
+    """A box of a tensor: its rows in the buffer, clipped to the tensor, and their order in shared memory."""
 
     def __init__(self, tensor: Any, buffer: Buffer, place: list[int]) -> None:
         self.tensor = tensor
@@ -292,8 +292,8 @@ class Box:
             start = (start[:, None] + index * stride).ravel()
             inside = (inside[:, None] & (index >= 0) & (index < size)).ravel()
         self.count = len(start)
-        self.rows = np.flatnonzero(inside)  # rows of the box inside the tensor
-        starts = start[inside] + low * self.item  # and where they begin in the buffer
+        self.rows = np.flatnonzero(inside)  # the rows of the box that are inside the tensor
+        starts = start[inside] + low * self.item  # the byte at which each of these rows begins in the buffer
         aligned = not np.any((starts | buffer.base | clip.start | clip.stop) % 8)
         self._unit = np.dtype(np.uint64 if aligned else np.uint8)
         self._clip = slice(clip.start // self._unit.itemsize, clip.stop // self._unit.itemsize)
@@ -325,7 +325,7 @@ def swizzle(address: Array, span: int) -> Array:
 
 
 def check_map(tensor: Any, address: int) -> None:
-    """Raise ValueError for a tensor map that the driver would not encode."""
+    """Raise ValueError for a tensor map that the driver would refuse to encode."""
     item = int(np.dtype(ITEM.get(tensor.dtype, tensor.dtype)).itemsize)
     inner = tensor.box[0] * item
     if address % 16 or any(stride % 16 for stride in tensor.strides):

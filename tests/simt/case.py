@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of one opcode, its inputs, and the comparison of its results with expected ones.
+"""A test case for one opcode: its kernel, its inputs, and the comparison of the results with expected ones.
 
-Each of 128 threads reads its inputs, executes the instruction, and writes the results. Inputs come from a generator
-of our own with fixed seeds, so that only results need to be stored.
+Each of 128 threads reads its inputs, executes the instruction, and writes the results. The inputs come from a random
+generator in this module with fixed seeds, so that only results need to be stored.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from tests.simt.kernels import plan
 
 THREADS = 128
 WORDS = {"l": 2}
-"""32-bit words of an operand by its asm constraint, if not 1."""
+"""The number of 32-bit words of an operand by its asm constraint, where it is not 1."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``text`` is PTX over a0, a1, ... and o0, o1, ... (or C++, if ``code``); operands are kinds such as f32 or f16x2.
+    """A test case for one opcode.
 
-    ``tolerance`` bounds the error of each float result relative to it (0: bit for bit, NaN equal to NaN); ``absolute``
-    adds a bound that is not.
+    ``text`` is PTX over inputs a0, a1, ... and outputs o0, o1, ... (or C++, if ``code``). Operands have kinds such as
+    f32 or f16x2. ``tolerance`` bounds the error of each float result relative to the result (0: bit for bit, with all
+    NaN equal), and ``absolute`` adds an absolute bound.
     """
 
     name: str
@@ -107,7 +108,7 @@ def _asm(case: Case) -> str:
 
 
 def random_words(seed: str, count: int) -> np.ndarray:
-    """Return uint32 [count] of SplitMix64 (Steele, Lea, Flood 2014), seeded by a name."""
+    """Return ``count`` random uint32 from the generator SplitMix64 (Steele, Lea, Flood 2014), seeded by a name."""
     state = np.uint64(zlib.crc32(seed.encode())) << np.uint64(32)
     with np.errstate(over="ignore"):
         z = state + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -125,7 +126,10 @@ SPECIAL = {
 
 
 def inputs(case: Case) -> np.ndarray:
-    """Return uint32 [words, THREADS]; suffix ``:unit`` bounds values to [-4, 4], ``:small`` to few integers."""
+    """Return random inputs, uint32 [words, THREADS].
+
+    The suffix ``:unit`` of a kind limits values to [-4, 4], ``:small`` to a few integers.
+    """
     rows: list[np.ndarray] = []
     for k, full in enumerate(case.inputs):
         kind, _, suffix = full.partition(":")
@@ -151,7 +155,8 @@ def _operand(words: np.ndarray, kind: str, suffix: str, shift: int) -> np.ndarra
         unit = [(w.astype(np.float64) / 2**29 - 4).astype(np.float32) for w in (words, more)]
         return _pack((unit[0], unit[1]), kind)
     if base in ("f16", "bf16", "f32"):
-        # Half of the values have exponents near 1, so that sums round; the others are any bits and special values.
+        # Half of the values have exponents close together, so that sums round; the others are random bits and special
+        # values.
         words = words.copy()
         near = _pack(((words.astype(np.float64) / 2**31 - 1).astype(np.float32),) * 2, kind)
         words[::2] = near[::2]
@@ -166,7 +171,7 @@ def _operand(words: np.ndarray, kind: str, suffix: str, shift: int) -> np.ndarra
 
 
 def _pack(values: tuple[np.ndarray, np.ndarray], kind: str) -> np.ndarray:
-    """Encode float32 values as a kind; pairs take both."""
+    """Encode float32 values as a kind; a kind of pairs takes two values per word."""
     if kind.startswith("f32"):
         return values[0].view(np.uint32)
     if kind.startswith("bf16"):
@@ -177,7 +182,7 @@ def _pack(values: tuple[np.ndarray, np.ndarray], kind: str) -> np.ndarray:
 
 
 def same(case: Case, found: np.ndarray, wanted: np.ndarray) -> Any:
-    """Return which words [words, THREADS] agree within the tolerance of the case."""
+    """Return whether each word [words, THREADS] agrees with the expected one within the tolerance of the case."""
     rows, row = [], 0
     for kind in case.outputs:
         base = kind.partition(":")[0]

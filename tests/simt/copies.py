@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Non-bulk asynchronous copies from global to shared memory: ``cp.async`` and its groups.
+"""Asynchronous copies from global to shared memory that are not bulk copies: ``cp.async`` and its groups.
 
-With landing "latest" the bytes arrive at the instruction that waits for them and are marked in flight until then; with
-"earliest" they arrive at once. The race detector takes them as unordered with everything until they are waited for.
+With landing "latest", the bytes arrive at the instruction that waits for them, and are marked in flight until then;
+with "earliest" they arrive at once. For the race detector, a copy is unordered with all accesses until it has been
+waited for.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ Array = Any
 
 @dataclass
 class _Copy:
-    """One ``cp.async`` of the threads ``lanes``, from address ``source`` to ``position`` in shared memory."""
+    """One ``cp.async`` of the threads ``lanes``, from the addresses ``source`` to ``position`` in shared memory."""
 
     lanes: Array
     group: Array
     source: Array
     position: Array
     size: int
-    taken: Array  # bytes to read; the rest is zeros
+    taken: Array  # the number of bytes to read; the rest of the destination becomes 0
     at: int
 
 
@@ -39,11 +40,12 @@ class AsyncCopies:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.pending: list[_Copy] = []
-        self.signals: list[tuple[Array, Array, int]] = []  # (lanes, address of the mbarrier, instruction)
+        # (lanes, address of the mbarrier, instruction) of each arrival that waits for copies.
+        self.signals: list[tuple[Array, Array, int]] = []
         self.groups = np.zeros(machine.threads, np.int64)
 
     def start(self, target: Array, source: Array, lanes: Any, size: int, taken: Array, at: int) -> None:
-        """Start copies of ``size`` bytes, of which ``taken`` are read and the rest zeros."""
+        """Start copies of ``size`` bytes: ``taken`` bytes are read, and the rest is filled with zeros."""
         machine, shared = self.machine, self.machine.memory.shared
         if isinstance(lanes, slice):
             lanes = np.arange(machine.threads)
@@ -68,7 +70,7 @@ class AsyncCopies:
         self.groups = self.groups + active
 
     def wait(self, active: Array, newest: int | None) -> None:
-        """Land all groups of each thread except its ``newest`` ones; None lands all copies, committed or not."""
+        """Land all groups of each thread except the ``newest`` ones; with None all copies, also uncommitted ones."""
         kept = []
         for copy in self.pending:
             done = active[copy.lanes]
@@ -81,7 +83,7 @@ class AsyncCopies:
         self.pending = kept
 
     def signal(self, address: Array, lanes: Any, count_it: bool, at: int) -> None:
-        """Arrive at an mbarrier once the threads' copies have landed; ``count_it`` first adds a pending arrival."""
+        """Arrive at an mbarrier once the threads' copies have landed; ``count_it`` first expects one more arrival."""
         machine = self.machine
         lanes = np.arange(machine.threads) if isinstance(lanes, slice) else lanes
         if count_it:
@@ -91,7 +93,7 @@ class AsyncCopies:
             self.land()
 
     def land(self) -> bool:
-        """Land the copies whose threads signal an mbarrier. Return False if there are none."""
+        """Land the copies whose threads have an arrival at an mbarrier outstanding. Return False if there are none."""
         signals, self.signals = self.signals, []
         for lanes, address, at in signals:
             self.wait(np.bincount(lanes, minlength=self.machine.threads) > 0, None)
@@ -108,7 +110,7 @@ class AsyncCopies:
             machine.races.finish_write(copy.position, copy.size, copy.lanes, copy.at)
 
     def _move(self, copy: _Copy) -> None:
-        """Copy the bytes of whole words, then those of copies with a shorter source."""
+        """Copy the bytes: first those of whole words, then those of copies with a shorter source."""
         machine, shared = self.machine, self.machine.memory.shared
         words = np.zeros((len(copy.lanes), copy.size // 4), np.uint32)
         whole = copy.taken == copy.size

@@ -33,7 +33,8 @@ from tests.simt.parser import (
 )
 
 Emitter = Callable[..., None]
-Operand = Any  # a parser.Operand or None; an emitter that gets a kind it does not know raises, which refuses the form
+# A parser.Operand or None. An emitter raises UnknownOpcode for a type of operand that it does not support.
+Operand = Any
 _EMITTERS: list[tuple[re.Pattern[str], Emitter, str]] = []
 FAMILIES = ("ops_integer", "ops_float", "ops_memory", "ops_warp", "ops_control", "ops_async")
 
@@ -45,9 +46,9 @@ class UnknownOpcode(Exception):
 def emits(grammar: str, kind: str = "") -> Callable[[Emitter], Emitter]:
     """Register an emitter for the opcodes that ``grammar`` matches.
 
-    ``kind`` says how the instruction meets the scheduler: "" runs at once; "warp" and "warpgroup" wait until all
-    their threads are there; "ends" ends the block with a jump or an exit; "blocks" parks threads (and needs whole
-    warps), "polls" parks single threads.
+    ``kind`` says what the scheduler has to do: "" nothing, the instruction runs at once; for "warp" and "warpgroup" it
+    waits until all their threads have arrived; "ends" ends the block by a jump or an exit; "blocks" suspends threads,
+    by whole warps, and "polls" suspends single threads.
     """
 
     def register(emitter: Emitter) -> Emitter:
@@ -78,7 +79,7 @@ def storage(declared: str) -> str:
 
 
 def computed(used: str) -> str:
-    """Return the NumPy type of an operand in an expression; 16-bit floats stay bits."""
+    """Return the NumPy type of an operand in an expression; 16-bit floats stay unsigned integers."""
     if used[0] == "s":
         return f"int{used[1:]}"
     if used in ("f16", "bf16"):
@@ -94,7 +95,7 @@ def _numpy_names() -> dict[str, Any]:
 
 
 def namespace() -> dict[str, Any]:
-    """Return the globals of generated code: NumPy functions as ``np_where``, types by name, and ``numerics``."""
+    """Return the globals of the generated code: NumPy functions as ``np_where``, types by name, and ``numerics``."""
     helpers = {name: value for name, value in vars(numerics).items() if callable(value) and name[0] != "_"}
     return helpers | _numpy_names()
 
@@ -116,7 +117,7 @@ class Names:
         return name
 
     def object(self, value: Any) -> str:
-        """Return the name of a constant of any other type."""
+        """Return the name of a constant that is not a NumPy value."""
         name = self._known.setdefault((repr(value), "object"), f"k{len(self._known)}")
         self.constants[name] = value
         return name
@@ -128,14 +129,15 @@ class BlockCode:
     def __init__(self, number: int, symbols: Mapping[str, int], names: Names) -> None:
         self.number, self.following = number, number + 1
         self.symbols, self.names = symbols, names
-        self.outcome = ""  # what the block returns: who jumps, or an index into the targets
+        # The expression that the block returns: the mask of the threads that jump, or an index into the targets.
+        self.outcome = ""
         self.lines: list[str] = []
         self.reads: dict[str, Register] = {}
         self.writes: dict[str, Register] = {}
         self.specials: set[str] = set()
         self.uses_lanes = False
-        self.at = 0  # index of the instruction being emitted
-        self.guard = ""  # its predicate as an expression
+        self.at = 0  # the index of the current instruction
+        self.guard = ""  # the predicate of the current instruction, as an expression
         self._guard_lanes = ""
         self._count = 0
 
@@ -172,12 +174,12 @@ class BlockCode:
 
     @property
     def mask(self) -> str:
-        """The expression of the mask of the threads that execute the instruction."""
+        """Return the expression for the mask of the threads that execute the instruction."""
         return f"active & {self.guard}" if self.guard else "active"
 
     @property
     def lanes(self) -> str:
-        """The expression of the indices of these threads."""
+        """Return the expression for the indices of the threads that execute the instruction."""
         if not self.guard:
             self.uses_lanes = True
             return "lanes"
@@ -303,5 +305,5 @@ def special_type(name: str) -> str:
 
 
 def items(operand: Operand | None) -> tuple[Operand | None, ...]:
-    """Return the items of a vector operand; any other operand is its own only item."""
+    """Return the items of a vector operand, or a list of the operand itself if it is no vector."""
     return operand.items if isinstance(operand, Vector) else (operand,)

@@ -9,9 +9,12 @@ from tests.simt.parser import Location
 class Fault(Exception):
     """An error of a simulated kernel.
 
-    ``kind`` is one of: out of bounds, null pointer, misaligned, read-only, uninitialised, in flight, race, deadlock,
-    divergence, barrier, early, invalid, trap. ``source`` is the line of the ``.cu`` or ``.cuh`` file, ``thread`` the
-    first offender as ((x, y, z) of its block in the grid, (x, y, z) in the block), ``address`` what it used.
+    Attributes:
+        kind: "out of bounds", "null pointer", "misaligned", "read-only", "uninitialised", "in flight", "race",
+            "deadlock", "divergence", "barrier", "early", "invalid" or "trap".
+        source: the line of the ``.cu`` or ``.cuh`` file.
+        thread: the first offender as ((x, y, z) of its block in the grid, (x, y, z) in the block).
+        address: the address that it accessed.
     """
 
     def __init__(

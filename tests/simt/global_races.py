@@ -22,15 +22,15 @@ Array = Any
 
 
 class GlobalRaces:
-    """The writes to all buffers, and the vector clocks between clusters (those within a cluster are in ``Races``)."""
+    """The writes to all buffers, and the vector clocks between clusters. (`Races` has the clocks within a cluster.)"""
 
     def __init__(self, machine: Machine, races: Races, grain: int) -> None:
         self.machine, self.races, self.grain = machine, races, grain
         self._writes: dict[str, Array] = {}
-        self._published: dict[int, Array] = {}  # by address: times of all warps
+        self._published: dict[int, Array] = {}  # the released times of all warps, by address
         warps = machine.threads // 32
         self._empty = np.zeros((warps, warps), np.int64)
-        self._known = self._seen = self._empty  # seen: at an atomic, with no fence after it yet
+        self._known = self._seen = self._empty  # the times that an atomic has read, and that no fence has acquired yet
 
     def read(self, buffer: Buffer, position: Array, size: int, lanes: Any, at: int) -> None:
         if buffer.name in self._writes:
@@ -64,7 +64,7 @@ class GlobalRaces:
     # ---- synchronisation
 
     def atomic(self, buffer: Buffer, position: Array, lanes: Any, reads: bool, writes: bool) -> None:
-        """Record atomic accesses in the order of threads: each acquires what was released at its word, and releases."""
+        """Record atomic accesses in the order of threads: each acquires what its word has released, then releases."""
         if self._known is self._empty:
             self._known, self._seen = self._empty.copy(), self._empty.copy()
         warps = self._threads(lanes)[:, 0] >> 5
@@ -79,7 +79,7 @@ class GlobalRaces:
                 self._published[address] = mine if published is None else np.maximum(published, mine)
 
     def _fenced(self, warp: int) -> Array:
-        """Return what a warp releases: the fenced clocks of its own cluster, and all it knows of other clusters."""
+        """Return the clocks that a warp releases: of its own cluster the fenced ones, of others all known ones."""
         races = self.races
         first = warp // races.columns * races.columns
         times = self._known[warp].copy()
@@ -91,7 +91,7 @@ class GlobalRaces:
             self._known[warps] = np.maximum(self._known[warps], self._seen[warps])
 
     def meet(self, members: Array, released: Array, groups: int) -> None:
-        """Merge the clocks of the ``members`` of each group (CTA or cluster) into those of its warps ``released``."""
+        """Merge the clocks of the ``members`` of each group (CTA or cluster) into those of the warps ``released``."""
         if self._known is self._empty:
             return
         for table in (self._known, self._seen):

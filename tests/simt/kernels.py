@@ -18,14 +18,14 @@ SAMPLES = Path(__file__).parent / "samples"
 
 @contextlib.contextmanager
 def sources_in(folder: Path) -> Iterator[None]:
-    """Take the sources of all plans from ``folder``."""
+    """Read the sources of all plans from ``folder`` in the context."""
     with mock.patch.object(sources, "folder", return_value=folder):
         yield
 
 
 @contextlib.contextmanager
 def source_text(name: str, text: str) -> Iterator[None]:
-    """Use ``text`` as the source ``name``."""
+    """Use ``text`` as the source file ``name`` in the context."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, name).write_text(text, encoding="utf-8")
         with sources_in(Path(folder)):
@@ -34,7 +34,7 @@ def source_text(name: str, text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched(file: str, old: str, new: str) -> Iterator[None]:
-    """Use a copy of ``cuda_src`` in which ``new`` replaces ``old``, which must occur once."""
+    """Use a copy of ``cuda_src`` in which ``new`` replaces ``old``, which must occur exactly once."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "cuda_src")
         shutil.copytree(sources.folder(), copy)
@@ -57,6 +57,6 @@ def plan(
     cluster: Dim3 = (1, 1, 1),
     **defines: int | str,
 ) -> LaunchPlan:
-    """Return a launch of the kernel ``NAME`` of ``NAME.cu``."""
+    """Return a launch plan for the kernel ``NAME`` of ``NAME.cu``."""
     kernel = Kernel(source, source.removesuffix(".cu"), tuple(defines.items()), arch)
     return LaunchPlan(kernel, grid, block, arguments, shared_bytes, cluster)

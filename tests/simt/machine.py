@@ -25,7 +25,7 @@ Dim3 = tuple[int, int, int]
 PATIENCE = 256
 """The number of steps after which a waiting group runs before all others, so that every group advances."""
 STALLED = 20_000
-"""The number of steps without progress (store, barrier, exit) that counts as a deadlock."""
+"""The number of steps without progress (a store, a barrier or an exit) after which a deadlock is reported."""
 EVERYONE = 0xFFFFFFFF
 
 
@@ -165,9 +165,9 @@ class Machine:
         return self.bulk.land() or self.async_copies.land()
 
     def _next(self) -> int:
-        """Return the lowest basic block with threads, unless another has waited too long; loops that spin come last.
+        """Return the lowest basic block that has threads, unless another has waited too long; spinning loops come last.
 
-        Copies also land if all threads that run have been spinning for a while.
+        If all runnable threads have been spinning for a while, asynchronous copies land.
         """
         self._step += 1
         stalled, blocks = self._step - self._progress, self.program.blocks
@@ -226,7 +226,7 @@ class Machine:
             self._since[number] = self._step
 
     def park(self, number: int, group: Array) -> None:
-        """Suspend a group before a basic block until others join it there, or until ``wake``."""
+        """Suspend a group of threads before a basic block, until others join it there or until ``wake``."""
         if group.any():
             self._parked[number] = self._parked[number] | group if number in self._parked else group
 
@@ -240,7 +240,7 @@ class Machine:
         self._progress = self._step
 
     def _whole(self, number: int, block: Block, active: Array) -> Array | None:
-        """Return the threads whose whole warp (or warpgroup, or member mask) has arrived; park the others."""
+        """Return the threads whose whole warp (or warpgroup, or member mask) has arrived; suspend the others."""
         if block.members is not None:
             members = self._member_masks(block)
             if np.ndim(members) == 0 and members == EVERYONE and np.count_nonzero(active) == self.living:
@@ -305,13 +305,13 @@ class Machine:
         return part if isinstance(lanes, slice) else lanes[part]
 
     def pick(self, value: Array, lanes: Any) -> Array:
-        """Return the values of the threads in ``lanes``."""
+        """Return the values of the threads in ``lanes`` only."""
         if np.ndim(value) == 0:
             return np.full(self.threads if isinstance(lanes, slice) else len(lanes), value)
         return value[lanes]
 
     def spread(self, values: Array, lanes: Any) -> Array:
-        """Return values of all threads from those of ``lanes``; other threads get 0."""
+        """Return values for all threads, given those of ``lanes``; other threads get 0."""
         if isinstance(lanes, slice):
             return values
         whole = np.zeros(self.threads, values.dtype)
@@ -319,7 +319,7 @@ class Machine:
         return whole
 
     def parameter(self, offset: int, dtype: Any, count: int) -> list[Array]:
-        """Return ``count`` items of the kernel's parameters."""
+        """Return ``count`` items of the kernel's parameters, from an offset on."""
         return list(np.frombuffer(self._parameters, np.uint8)[offset:][: count * np.dtype(dtype).itemsize].view(dtype))
 
     def warp_barrier(self, active: Array) -> None:
@@ -332,7 +332,7 @@ class Machine:
             self.races.fence(active)
 
     def dependent_wait(self, active: Array) -> None:
-        """Execute ``griddepcontrol.wait``: threads may read the preceding kernel's results, and their CTAs write."""
+        """Execute ``griddepcontrol.wait``: from here threads may access the preceding kernel's results."""
         self.may_write[self.block_of[active]] = True
         self.may_read[active] = True
 
@@ -347,7 +347,7 @@ class Machine:
     def fail(
         self, kind: str, text: str, at: int, lanes: Any = None, first: int = 0, address: int | None = None
     ) -> NoReturn:
-        """Raise a Fault of instruction ``at``; ``first`` is the offender's index in ``lanes``."""
+        """Raise a Fault at instruction ``at``; ``first`` is the index of the offending thread in ``lanes``."""
         instruction = self.program.instructions[min(at, len(self.program.instructions) - 1)]
         thread = None
         if lanes is not None:

@@ -23,7 +23,7 @@ class Mbarrier:
 
     count: int
     pending: int
-    clock: Array  # what arrivals published, in this phase and before
+    clock: Array  # the vector clocks that arrivals published, in this phase and in earlier ones
     bytes: int = 0
     phase: int = 0
 
@@ -37,10 +37,10 @@ class Mbarriers:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.objects: dict[int, Mbarrier] = {}
-        self._awaited: dict[int, int] = {}  # block of the program -> position of the last mbarrier waited for there
+        self._awaited: dict[int, int] = {}  # the position of the mbarrier that was last waited for, by basic block
 
     def each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
-        """Yield each position that threads address, with these threads."""
+        """Yield each position that the threads address, together with the threads that address it."""
         machine = self.machine
         if isinstance(lanes, slice):
             lanes = np.arange(machine.threads)
@@ -57,7 +57,7 @@ class Mbarriers:
             yield int(one), lanes[position == one]
 
     def find(self, position: int, lanes: Array, at: int) -> Mbarrier:
-        """Return the mbarrier at a position; its initialization must be ordered before the threads."""
+        """Return the mbarrier at a position. Fail unless its initialization is ordered before the threads' access."""
         machine = self.machine
         if position not in self.objects:
             address = position % machine.memory.shared.stride
@@ -124,7 +124,7 @@ class Mbarriers:
             self.machine.wake()
 
     def test(self, address: Array, lanes: Any, phase: Array, parity: bool, at: int) -> Array:
-        """Return whether the phase of that parity (or state) is complete, per thread; these threads acquire it."""
+        """Return whether the phase of this parity (or state) is complete, per thread; such threads acquire it."""
         machine = self.machine
         done = np.zeros(machine.threads, bool)
         for position, here in self.each(address, lanes, at):

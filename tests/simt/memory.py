@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 WINDOW_BITS = 36
 SHARED_GENERIC, LOCAL_GENERIC = 1 << 32, 2 << 32
 SHARED_START = 1024
-"""The first address of a CTA's shared memory, as on sm_90: 0 is a null pointer."""
+"""The lowest address of a CTA's shared memory. As on sm_90 it is not 0, which is a null pointer."""
 RANK_BITS = 24
-"""The bit where the CTA rank plus one begins in a shared::cluster address; 0 is the own CTA."""
+"""The lowest bit of the field of a shared::cluster address that holds the CTA rank plus one; 0 means the own CTA."""
 BASE_ALIGNMENT = 512
-"""The alignment of allocations in bytes; a view keeps its offset from it."""
+"""The alignment in bytes of the memory of arrays. A view keeps its offset in the array that owns its memory."""
 
 READY, UNINITIALISED, IN_FLIGHT, BARRIER = 0, 1, 2, 3
 """The states of a byte of shared memory."""
 
 PLAIN, ORDERED, ATOMIC, TOGETHER = "plain", "ordered", "atomic", "together"
-"""The kinds of accesses: plain; volatile or relaxed, and atomic, which do not race with each other; by a whole warp."""
+"""The kinds of accesses: plain; volatile or relaxed, and atomic, which do not race together; by a whole warp."""
 
 Array = Any
-Lanes = Any  # indices of the threads that access, or slice(None) for all
+Lanes = Any  # The indices of the threads that access, or slice(None) for all threads.
 Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
-"""The names of the buffers that a kernel with MAY_PREFETCH_WEIGHTS may read before the preceding kernel has ended."""
+"""The names of the buffers that a kernel with MAY_PREFETCH_WEIGHTS may read before the preceding kernel finishes."""
 QUANTIZED = frozenset(("xq", "x_scale", "x_row_scale", "x_offset", "x_sums", "x_half_sums"))
 FRESH = CONSTANT | QUANTIZED | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
 """The names of the buffers that the preceding kernel may write: a dependent launch waits before it reads them."""
@@ -84,7 +84,7 @@ class Space:
         self.machine = machine
 
     def chunks(self, address: Array, lanes: Lanes, size: int, at: int, write: bool) -> Chunks:
-        """Yield each buffer with the byte positions in it and the indices of the addresses that hit it (None: all)."""
+        """Yield each buffer with the accessed byte positions in it, and the indices of their addresses (None: all)."""
         raise NotImplementedError
 
     def on_read(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
@@ -116,7 +116,7 @@ class Space:
         return values
 
     def load(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str) -> list[Array]:
-        """Load ``count`` adjacent items per thread, as registers."""
+        """Load ``count`` adjacent items per thread, in the form of registers."""
         machine = self.machine
         once = np.ndim(address) == 0 and self.uniform
         address = machine.pick(address, lanes)
@@ -126,10 +126,10 @@ class Space:
         return [value[0] if once else machine.spread(value, lanes) for value in values]
 
     uniform = False
-    """Whether equal addresses are the same byte in all threads."""
+    """Return whether the same address is the same byte in all threads."""
 
     def store(self, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, how: str) -> None:
-        """Store adjacent items per thread; of several threads at one address the last wins."""
+        """Store adjacent items per thread. If several threads store to one address, the last one wins."""
         machine = self.machine
         address = machine.pick(address, lanes)
         if not len(address):
@@ -271,7 +271,7 @@ class GlobalMemory(Space):
         return buffer
 
     def check_allowed(self, buffer: Buffer, address: Array, lanes: Lanes, at: int, write: bool) -> None:
-        """Fail for a write to a read-only buffer, and for an access that must wait for the preceding kernel."""
+        """Fail for a write to a read-only buffer, and for an early access to a buffer of the preceding kernel."""
         machine = self.machine
         if write and not buffer.writable:
             machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))
@@ -288,7 +288,7 @@ class GlobalMemory(Space):
 
 
 class SharedMemory(Space):
-    """The shared memory of all CTAs, ``stride`` bytes each, with a state for each byte."""
+    """The shared memory of all CTAs: ``stride`` bytes per CTA, each byte with a state."""
 
     name = "shared"
 
@@ -303,7 +303,7 @@ class SharedMemory(Space):
         self.origin = machine.block_of * self.stride
 
     def locate(self, address: Array, lanes: Lanes, size: int, at: int) -> Array:
-        """Return the positions in ``data`` of addresses in the shared memory of the accessing CTA or its cluster."""
+        """Return positions in ``data`` for addresses in the shared memory of the accessing CTA or of its cluster."""
         machine = self.machine
         origin = self.origin[lanes]
         high = int(address.max())
@@ -349,7 +349,7 @@ class SharedMemory(Space):
         self.mark(position, size, READY)
 
     def mark(self, position: Array, size: int, state: int) -> None:
-        """Set the state of ``size`` bytes from each position (multiples of the size, or of 16 if that is larger)."""
+        """Set the state of ``size`` bytes at each position, a multiple of the size or, if that is larger, of 16."""
         dtype, each = _unit(size)
         view, index = self.states.elements(position, dtype)
         value = dtype(state * (0x0101010101010101 & (1 << 8 * each) - 1))
@@ -402,7 +402,7 @@ class LocalMemory(Space):
 
 
 class Memory:
-    """The state spaces by name, for generated code; a generic address selects its own space."""
+    """The state spaces by name, as generated code uses them. A generic address determines its own space."""
 
     def __init__(self, machine: Machine, shared_bytes: int, local_bytes: int) -> None:
         self.machine = machine
@@ -412,7 +412,7 @@ class Memory:
         self.spaces: dict[str, Space] = {"global": self.globals, "shared": self.shared, "local": self.local}
 
     def _split(self, address: Array, lanes: Lanes) -> Iterator[tuple[Space, Array, Lanes]]:
-        """Yield each space that generic addresses hit, with the addresses in it and the threads."""
+        """Yield each state space that the generic addresses refer to, with the addresses in it and their threads."""
         if np.ndim(address) == 0:
             address = np.full(self.machine.threads, address)
         picked = address[lanes]

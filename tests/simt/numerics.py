@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic that NumPy does not have: fused multiply-add, bfloat16, flushing, PTX's minimum, conversions.
+"""Arithmetic that NumPy lacks: fused multiply-add, bfloat16, flushing of subnormals, PTX's minimum, conversions.
 
 Register contents are arrays of unsigned integers or floats; a value that is equal in all threads may be a scalar.
-bfloat16 values travel as float32 that bfloat16 can hold.
+bfloat16 values are held as float32 values that bfloat16 can represent.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def f32_to_f16_rz(x: Array) -> Array:
 
 
 def flush(x: Array) -> Array:
-    """Replace float32 subnormals by zeros of their sign (``.ftz``)."""
+    """Replace float32 subnormals by zeros of the same sign (``.ftz``)."""
     bits = np.asarray(x).view(np.uint32)
     return np.where(bits & np.uint32(0x7F800000), bits, bits & np.uint32(0x80000000)).view(np.float32)
 
@@ -93,12 +93,12 @@ def relu(x: Array) -> Array:
 
 
 def minimum(x: Array, y: Array) -> Array:
-    """Return the minimum, or the number if one operand is NaN; -0 is below +0."""
+    """Return the minimum, or the number if one operand is NaN; -0 counts as less than +0."""
     return np.where(x == y, np.where(np.signbit(x), x, y), np.fmin(x, y))
 
 
 def maximum(x: Array, y: Array) -> Array:
-    """Return the maximum, or the number if one operand is NaN; -0 is below +0."""
+    """Return the maximum, or the number if one operand is NaN; -0 counts as less than +0."""
     return np.where(x == y, np.where(np.signbit(x), y, x), np.fmax(x, y))
 
 
@@ -131,12 +131,13 @@ _TINY = (np.array(2.0**-125).view(np.uint64) << np.uint64(1)) - np.uint64(1)
 
 def fma_f32(x: Array, y: Array, z: Array) -> Array:
     """Return float32 x * y + z with one rounding."""
-    product = np.multiply(x, y, dtype=np.float64)  # exact
+    product = np.multiply(x, y, dtype=np.float64)  # the product of two float32 is exact in float64
     total = product + z
     # Rounding twice errs only if the first result lies half-way between two float32, or is subnormal there.
     bits = np.asarray(total).view(np.uint64)
     doubtful = (bits & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-    doubtful |= (bits << np.uint64(1)) - np.uint64(1) < _TINY  # the magnitude, with zero above all others
+    # The magnitude; that of zero counts as larger than all others.
+    doubtful |= (bits << np.uint64(1)) - np.uint64(1) < _TINY
     if doubtful.any():
         total, addend = np.array(total), np.asarray(z)
         some = (
@@ -167,7 +168,7 @@ def fma_bf16(x: Array, y: Array, z: Array) -> Array:
 
 
 def f64_to_f32_odd(x: Array) -> Array:
-    """Round float64 to float32, inexact results to the odd neighbour."""
+    """Round float64 to float32; an inexact result becomes the neighbor whose last bit is odd."""
     nearest = np.asarray(x).astype(np.float32)
     back = nearest.astype(np.float64)
     bits = nearest.view(np.uint32)
@@ -177,7 +178,7 @@ def f64_to_f32_odd(x: Array) -> Array:
 
 
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
-    """Convert floats to integers, clamped as in PTX; NaN becomes 0, or the top bit if 64-bit."""
+    """Convert floats to integers, clamped as in PTX; NaN becomes 0, or the highest bit alone in 64 bits."""
     whole = round_whole(np.asarray(x, np.float64), rounding)
     info = np.iinfo(dtype)
     # float64 cannot hold the largest 64-bit integers: compare, do not clip.
@@ -192,12 +193,12 @@ def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
 
 
 def round_whole(x: Array, rounding: str) -> Array:
-    """Round to a whole number, in the same type."""
+    """Round to an integer, as a float of the same type."""
     return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](x)
 
 
 def divide(x: Array, y: Array, remainder: bool = False) -> Array:
-    """Divide integers toward zero, or return the remainder; division by zero gives all ones, or x, as on hardware."""
+    """Divide integers toward zero, or return the remainder. For a divisor of 0, hardware gives all ones, or x."""
     zero = y == 0
     safe = np.where(zero, y.dtype.type(1), y)
     quotient = x // safe
@@ -234,7 +235,7 @@ def permute_bytes(x: Array, y: Array, selector: Array) -> Array:
 
 
 def permute_mode(selector: Array, mode: str) -> Array:
-    """Return the selector of the default mode that equals ``selector`` in another mode of ``prmt``."""
+    """Return the selector with which ``prmt`` in its default mode does what ``selector`` does in another mode."""
     table = {
         "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
         "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
@@ -296,7 +297,7 @@ def insert_field(x: Array, y: Array, position: Array, length: Array, width: int)
 
 
 def dot_bytes(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool) -> Array:
-    """Execute ``dp4a`` on uint32 words of four bytes, with 32-bit accumulation."""
+    """Execute ``dp4a``: multiply the four bytes of uint32 words and accumulate in 32 bits."""
     total = np.asarray(z).view(np.uint32)
     for k in range(0, 32, 8):
         a = (x >> np.uint32(k)).astype(np.int8 if signed_x else np.uint8).astype(np.int64)
@@ -306,7 +307,7 @@ def dot_bytes(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool) -> A
 
 
 def dot_halves(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool, high: bool) -> Array:
-    """Execute ``dp2a``: two 16-bit values of ``x`` times the low (or high) bytes of ``y``, with 32-bit accumulation."""
+    """Execute ``dp2a``: multiply two 16-bit values of ``x`` by the low (or high) bytes of ``y`` and accumulate."""
     total = np.asarray(z).view(np.uint32)
     for k in range(2):
         a = (x >> np.uint32(16 * k)).astype(np.int16 if signed_x else np.uint16).astype(np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of all opcodes, to compare the simulator with hardware and with plain Python."""
+"""The test cases of all opcodes, in which the simulator is compared with hardware and with plain Python."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _floats() -> Iterator[Case]:
             f"setp.gt.{kind}x2", text, ("u32", "u32"), (f"{kind}x2", f"{kind}x2"), "80" if kind == "f16" else "90"
         )
     yield _simple("set.gt.f16x2.f16x2", "f16x2", "f16x2 f16x2")
-    # Approximations: the ISA's bounds on the relative error, or on the absolute one where it gives that.
+    # Approximations, with the PTX ISA's bounds on the relative or the absolute error.
     yield _simple("ex2.approx.f32", "f32", "f32:unit", tolerance=2.0**-21)
     yield _simple("lg2.approx.f32", "f32", "f32", absolute=2.0**-20, tolerance=2.0**-21)
     yield _simple("sin.approx.f32", "f32", "f32:unit", absolute=2.0**-20)
@@ -214,14 +214,14 @@ def _matrices() -> Iterator[Case]:
         exact, rough = ("", "") if kind[1:] == "8" else (":small", ":unit")
         yield Case(opcode, text, (sums,) * c, (factors + exact,) * (a + b) + (sums + exact,) * c)
         if rough:
-            # The hardware adds in its own order and cuts low bits of float32 sums, which here are below 2**9.
+            # The hardware adds in an order of its own and truncates the float32 sums, which are below 2**9 here.
             inexact = (factors + rough,) * (a + b) + (sums + rough,) * c
             bound = {"tolerance": 2.0**-10} if added == "f16" else {"absolute": 2.0**-14}
             yield Case(f"{opcode} inexact", text, (sums,) * c, inexact, **bound)
 
 
 def _warpgroups() -> Iterator[Case]:
-    """Yield the cases of wgmma: B in each layout, plain or transposed; A in registers or shared memory."""
+    """Yield the cases of wgmma: B in each layout, as it is and transposed; A in registers and in shared memory."""
     for kind, added, columns in (
         ("f16", "f32", 8),
         ("bf16", "f32", 16),
@@ -238,12 +238,12 @@ def _warpgroups() -> Iterator[Case]:
 def warpgroup(
     kind: str, added: str, columns: int, layout: int, name: str, from_registers: bool, transposed: bool
 ) -> Case:
-    """Return one wgmma case; ``layout`` and ``name`` are those of a descriptor."""
+    """Return one case of wgmma; ``layout`` and ``name`` are the number and the name of a descriptor's layout."""
     small = kind in ("s8", "e4m3")
     depth = 32 if small else 16
     count = columns // (4 if added == "f16" else 2)
     span = (0, 128, 64, 32)[layout]
-    # Eight rows of `span` bytes (or of 16) follow each other; see the canonical layouts of the ISA.
+    # Eight rows of `span` (or 16) bytes are adjacent: the canonical layouts of the PTX ISA.
     if transposed:
         leading, stride = (columns * 16, 128) if not span else (16 * span, 8 * span)
     else:

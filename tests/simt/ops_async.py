@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous copies, mbarriers and warpgroup products (PTX ISA 9.7.9.25, 9.7.13.15, 9.7.15)."""
+"""The translation of asynchronous copies, mbarriers and wgmma (PTX ISA 9.7.9.25, 9.7.13.15, 9.7.15)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tests.simt.wgmma import Shape
 
 @emits(r"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global(?:\.L2::(\w+))*")
 def copy_async(b: BlockCode, m: Match[str], target: Operand, source: Operand, size: Operand, *rest: Operand) -> None:
-    """Translate ``cp.async``; ``rest`` is the bytes to read or a predicate to read none, then a cache policy."""
+    """Translate ``cp.async``.
+
+    ``rest`` holds the number of bytes to read, or a predicate to read none, and then a cache policy.
+    """
     if size.value not in (4, 8, 16) or (m[1] == "cg" and size.value != 16):
         raise TypeError(m[0])
     rest = rest[:-1] if "cache_hint" in m[0] else rest
@@ -90,7 +93,7 @@ def mbarrier_test(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, pha
 
 @emits(rf"mbarrier\.try_wait(\.parity)?{SCOPE}{SHARED}\.b64", "polls")
 def mbarrier_wait(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, phase: Operand, *hint: Operand) -> None:
-    """Translate ``try_wait`` to a wait without a time limit, which a program cannot distinguish."""
+    """Translate ``try_wait`` as a wait without a time limit: a program cannot tell the difference."""
     value = b.use(phase, "u32" if m[1] else "b64")
     where = f"active, {_shared(b, m, barrier)}, {value}, {bool(m[1])}"
     b.line(f"m.mbarriers.wait({where}, {b.names.register(d)!r}, {b.number}, {b.following}, {b.at})")
@@ -142,7 +145,7 @@ def tensor_store(b: BlockCode, m: Match[str], tensor: Operand, x: Operand, *hint
     r"cp\.async\.bulk\.prefetch\.[\w.:]+|prefetch\.(?:param\.|const\.)?tensormap|cp\.async\.bulk\.prefetch\.tensor\.[\w.:]+"
 )
 def bulk_prefetch(b: BlockCode, m: Match[str], *operands: Operand) -> None:
-    """Ignore prefetches, which have no visible effect."""
+    """Ignore prefetches, which have no effect on results."""
 
 
 @emits(r"cp\.async\.bulk\.commit_group")
@@ -184,7 +187,7 @@ FACTOR = r"(f16|bf16|s8|u8|e4m3)"
 
 @emits(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|32)\.(f32|f16|s32)\.{FACTOR}\.{FACTOR}", "warpgroup")
 def wgmma(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, add: Operand, *flags: Operand) -> None:
-    """Translate ``wgmma``; ``flags`` are the signs of A and B, then the transpositions of 16-bit types."""
+    """Translate ``wgmma``; ``flags`` are the signs of A and B, then, for 16-bit types, their transpositions."""
     columns, depth, added, left, right = int(m[1]), int(m[2]), m[3], m[4], m[5]
     integer = added == "s32"
     small = "e4m3" in (left, right)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jumps, exits and barriers of CTAs and clusters (PTX ISA 9.7.12, 9.7.13.1-9.7.13.5), and hints without effect."""
+"""The translation of jumps, exits, barriers of CTAs and clusters (PTX ISA 9.7.12, 9.7.13.1-9.7.13.5), and hints."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def cluster_wait(b: BlockCode, m: Match[str]) -> None:
 
 @emits(r"bar\.warp\.sync", "warp")
 def warp_barrier(b: BlockCode, m: Match[str], members: Operand) -> None:
-    b.use(members, "u32")  # keeps it alive for the scheduler
+    b.use(members, "u32")  # Reading the member mask keeps its register alive for the scheduler.
     b.line("m.warp_barrier(active)")
 
 
 @emits(r"(?:fence|membar)((?:\.(?:sc|acq_rel|acquire|release|cta|cluster|gpu|gl|sys|sync_restrict::shared::\w+))*)")
 def fence(b: BlockCode, m: Match[str]) -> None:
-    """Tell the race detector of fences between CTAs; the memory of the simulator itself is in order."""
+    """Record fences in the race detector of global memory; the simulator's memory itself is sequentially consistent."""
     if {"gpu", "gl", "sys"} & set(m[1].split(".")):
         b.line(f"m.fence({b.mask})")
 
@@ -79,7 +79,7 @@ def fence(b: BlockCode, m: Match[str]) -> None:
     r"|(?:prefetch|prefetchu|applypriority|discard)(?:\.(?:global|local|L1|L2|L2::\w+))*|pragma"
 )
 def no_effect(b: BlockCode, m: Match[str], *operands: Operand) -> None:
-    """Ignore hints and orderings that the simulator always keeps."""
+    """Ignore hints, and orderings that the simulator always provides."""
 
 
 @emits(r"griddepcontrol\.wait")

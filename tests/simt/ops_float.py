@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating point: float32, float64, float16, bfloat16 and their pairs; conversions (PTX ISA 9.7.3-9.7.5, 9.7.9.21).
+"""The translation of floating-point instructions and conversions (PTX ISA 9.7.3-9.7.5, 9.7.9.21).
 
-The 16-bit types are widened to float32, computed there, and rounded once.
+Values of 16-bit types are widened to float32, computed there, and rounded once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ FUNCTIONS = {
 
 @emits(r"(rcp|sqrt|rsqrt|ex2|lg2|sin|cos|tanh)(?:\.rn|\.approx)(\.ftz)?\.f32")
 def function(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
-    """Compute approximate functions in float64 and round: results differ from the hardware within its error bounds."""
+    """Compute approximate functions in float64 and round once: results are within the hardware's error bounds."""
     value = f"{_single(b, x, 'f32', m[2])}.astype(float64)"
     _finish(b, d, "f32", FUNCTIONS[m[1]].format(value) + ".astype(float32)", m[2])
 
@@ -115,7 +115,7 @@ def _finish_half(b: BlockCode, d: Operand, kind: str, pair: str | None, value: s
 
 @emits(rf"(add|sub|mul)(?:\.rn)?(\.sat)?\.{HALF}")
 def add_half(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Compute in float32, which has over twice the bits plus two: rounding twice equals rounding once."""
+    """Compute in float32, which has over twice the bits plus two, so that rounding twice equals rounding once."""
     value = f"({_half(b, x, m[3], m[4])} {SYMBOL[m[1]]} {_half(b, y, m[3], m[4])})"
     _finish_half(b, d, m[3], m[4], f"saturate({value})" if m[2] else value)
 
@@ -153,7 +153,7 @@ UNORDERED = {f"{opposite}": name for name, opposite in OPPOSITE.items()}
 
 
 def _test(left: str, right: str, how: str) -> str:
-    """Return a comparison of floats; the unordered forms are true if one operand is NaN, as is ``!=`` in Python."""
+    """Return the expression of a comparison; the unordered forms, and ``!=``, are true if an operand is NaN."""
     if how in ("num", "nan"):
         nan = f"(np_isnan({left}) | np_isnan({right}))"
         return nan if how == "nan" else f"~{nan}"

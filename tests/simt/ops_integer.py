@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers: arithmetic, logic, comparison, selection, moves, conversions (PTX ISA 9.7.1, 9.7.2, 9.7.6-9.7.9)."""
+"""The translation of integer arithmetic, logic, comparisons and moves (PTX ISA 9.7.1, 9.7.2, 9.7.6-9.7.9)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None
 
 @emits(r"(add|sub)(c)?(\.cc)?\.([us]32|[us]64)")
 def add_with_carry(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Keep the carry in a variable of the basic block, as the compiler never splits such chains."""
+    """Keep the carry flag in a variable of the basic block, because the compiler never splits a chain of carries."""
     kind = "u" + m[4][1:]
     left, right = b.use(x, kind), b.use(y, kind)
     dtype = f"uint{kind[1:]}"
@@ -92,7 +92,7 @@ def is_zero(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
 
 @emits(r"(shl|shr)\.([bus])(16|32|64)")
 def shift(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Clamp the shift amount to the width; NumPy shifts by the width as PTX does."""
+    """Clamp the shift amount to the width, where NumPy shifts as PTX does."""
     kind = ("b" if m[1] == "shl" else m[2]) + m[3]
     dtype = ("int" if kind[0] == "s" else "uint") + m[3]
     if isinstance(y, Immediate):
@@ -117,12 +117,12 @@ TWO_INPUTS = (
     "uint32(0)", "~({y} | {z})", "(~{y} & {z})", "~{y}", "({y} & ~{z})", "~{z}", "({y} ^ {z})", "~({y} & {z})",
     "({y} & {z})", "~({y} ^ {z})", "{z}", "(~{y} | {z})", "{y}", "({y} | ~{z})", "({y} | {z})", "uint32(0xFFFFFFFF)",
 )  # fmt: skip
-"""The functions of two bits, by the table of their values at bit ``y << 1 | z``."""
+"""The expressions of all functions of two bits, by their truth table, whose bit ``y << 1 | z`` is the value."""
 
 
 @emits(r"lop3\.b32")
 def lop3(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Operand, table: Operand) -> None:
-    """Select bit ``x << 2 | y << 1 | z`` of the table for each bit, by the expression of each half of the table."""
+    """Translate ``lop3``, whose table has bit ``x << 2 | y << 1 | z``, by one expression for each half of the table."""
     left, right = b.use(y, "b32"), b.use(z, "b32")
     clear, set_ = (TWO_INPUTS[half].format(y=left, z=right) for half in (table.value & 15, table.value >> 4))
     first = b.use(x, "b32")
@@ -148,7 +148,7 @@ def permute(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, sel
 
 
 def _permuted(x: str, y: str, selector: int) -> str:
-    """Return ``prmt`` without signs as shifts and masks, one for all bytes that move by the same distance."""
+    """Return ``prmt`` without sign replication as shifts and masks, one for all bytes that move equally far."""
     masks: dict[tuple[str, int], int] = {}
     for byte in range(4):
         source = selector >> 4 * byte & 7
@@ -211,7 +211,7 @@ def absolute_difference(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: 
 
 
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}  # unsigned
+COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}  # unsigned comparisons
 
 
 @emits(r"setp\.(eq|ne|lt|le|gt|ge|lo|ls|hi|hs)(?:\.(and|or|xor))?\.([bus](?:16|32|64))")
@@ -220,7 +220,7 @@ def compare(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, p: 
 
 
 def set_predicates(b: BlockCode, d: Operand, test: str, combine: str | None, p: Operand) -> None:
-    """Set the results of ``setp``: the test, and its opposite for the second of a pair, each combined with ``p``."""
+    """Set the results of ``setp``: the comparison and, for a pair, its negation, each combined with ``p``."""
     test = b.temporary(test)
     first, second = test, f"~{test}"
     if combine:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads, stores, atomics and address conversions (PTX ISA 9.7.9, 9.7.13.9-9.7.13.12). Cache hints have no effect."""
+"""The translation of loads, stores, atomics and address conversions (PTX ISA 9.7.9, 9.7.13.9-9.7.13.12).
+
+Cache hints are ignored.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ def space_of(text: str | None) -> str:
 
 
 def _how(modifiers: str) -> str:
-    """Return the kind of an access: volatile and scoped accesses do not race with each other."""
+    """Return the kind of an access; volatile and scoped accesses do not race with each other."""
     words = ("volatile", "relaxed", "acquire", "release", "acq_rel")
     return ORDERED if any(word in modifiers for word in words) else PLAIN
 
 
 def _fence(b: BlockCode, modifiers: str, *words: str) -> None:
-    """Add the fence that an acquire or release at gpu scope implies."""
+    """Emit the fence that is part of an acquire or a release at gpu scope."""
     if any(f".{word}" in modifiers for word in words) and not any(
         f".{word}" in modifiers for word in ("cta", "cluster")
     ):
@@ -122,7 +125,7 @@ def is_in_space(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
 
 @emits(r"mapa(?:\.(shared::cluster))?\.u(32|64)")
 def map_address(b: BlockCode, m: Match[str], d: Operand, x: Operand, rank: Operand) -> None:
-    """Return the address of the same offset in another CTA of the cluster."""
+    """Translate ``mapa``: return the address of the same offset in another CTA of the cluster."""
     kind = f"u{m[2]}"
     shifted = f"(({b.use(rank, 'u32')}.astype(uint{m[2]}) + uint{m[2]}(1)) << uint{m[2]}(24))"
     b.define(d, kind, f"({b.use(x, kind)} & {b.constant(~(0xFF << 24) % 2 ** int(m[2]), f'uint{m[2]}')}) | {shifted}")

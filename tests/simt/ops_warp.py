@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warp-level instructions: shuffle, vote, matrix load and mma (PTX ISA 9.7.9.6-9.7.9.8, 9.7.13, 9.7.14)."""
+"""The translation of shuffles, votes, matrix loads and mma (PTX ISA 9.7.9.6-9.7.9.8, 9.7.13, 9.7.14)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def shuffle(
     b: BlockCode, m: Match[str], d: Operand, x: Operand, lane: Operand, clamp: Operand, members: Operand
 ) -> None:
     arguments = f"{m[1]!r}, {b.use(x, 'b32')}, {b.use(lane, 'u32')}, {b.use(clamp, 'u32')}, active"
-    b.use(members, "u32")  # keeps it alive for the scheduler
+    b.use(members, "u32")  # Reading the member mask keeps its register alive for the scheduler.
     value, valid = b.results(2, f"m.warps.shuffle({arguments})")
     b.define_pair(d, "b32", value, valid)
 

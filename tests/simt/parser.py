@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parser from PTX text to instructions with resolved names.
 
-The grammar is the part that NVRTC emits and that inline ``asm`` adds to it: ``{ }`` scopes may declare registers and
-labels again, several statements may share a line, and ``.loc`` ends at its newline.
+The grammar is the part of PTX that NVRTC emits and that inline ``asm`` adds: scopes ``{ }`` may declare registers and
+labels again, several statements may share a line, and ``.loc`` ends at the end of its line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PtxError(Exception):
 
 @dataclass(frozen=True)
 class Register:
-    """``name`` is unique in its function; ``type`` as declared: pred, b16, b32, f32, ..."""
+    """A register. ``name`` is unique in its function; ``type`` is the declared type: pred, b16, b32, f32, ..."""
 
     name: str
     type: str
@@ -31,7 +31,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Special:
-    """A predefined read-only register, ``%tid.x``."""
+    """A predefined read-only register, such as ``%tid.x``."""
 
     name: str
 
@@ -53,7 +53,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """``[base + offset]``; a tensor copy's ``[map, {x, y}]`` has coordinates."""
+    """An address ``[base + offset]``; that of a tensor copy, ``[map, {x, y}]``, has coordinates."""
 
     base: Operand
     offset: int = 0
@@ -62,14 +62,14 @@ class Address:
 
 @dataclass(frozen=True)
 class Vector:
-    """``{a, b, c}``; an item that PTX writes ``_`` is None."""
+    """A vector operand ``{a, b, c}``; an item written as ``_`` is None."""
 
     items: tuple[Operand | None, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two results, ``a|b``."""
+    """Two results, written as ``a|b``."""
 
     first: Operand | None
     second: Operand | None
@@ -87,7 +87,7 @@ Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | No
 
 @dataclass(frozen=True)
 class Location:
-    """A source line, with the line of the call if the code is inlined."""
+    """A source line, and the line of the call if the code is inlined."""
 
     file: str
     line: int
@@ -99,7 +99,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Instruction:
-    """``guard`` is the predicate of ``@p`` (a Not for ``@!p``); ``line`` counts in the PTX text."""
+    """An instruction. ``guard`` is the predicate of ``@p`` (a Not for ``@!p``); ``line`` counts in the PTX text."""
 
     opcode: str
     operands: tuple[Operand | None, ...]
@@ -121,7 +121,7 @@ class Variable:
 
 @dataclass
 class Function:
-    """An entry. ``labels`` give the index of the instruction that follows; ``tables`` are targets of ``brx.idx``."""
+    """An entry point. ``labels`` give the index of the next instruction, ``tables`` the targets of ``brx.idx``."""
 
     name: str
     parameters: list[Variable]
@@ -133,7 +133,7 @@ class Function:
 
 @dataclass
 class Module:
-    """``functions`` holds entries by name; those that ``.func`` declares are left out (their ``call`` is refused)."""
+    """A parsed module: its entry points by name. Functions declared by ``.func`` are omitted; ``call`` is refused."""
 
     functions: dict[str, Function]
     variables: list[Variable]
@@ -141,7 +141,7 @@ class Module:
 
 @dataclass(slots=True)
 class _Statement:
-    kind: str  # "text", "label", "open", "close"
+    kind: str  # "text", "label", "open" or "close" (of a scope)
     text: str
     line: int
     loc: Location | None
@@ -149,7 +149,7 @@ class _Statement:
 
 _BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _INSTRUCTION_LINE = re.compile(r"\s*((?:@!?[\w$%]+\s+)?[a-z]\w*(?:(?:\.|::)\w+)*(?:\s[^;\"/]*)?);\s*$")
-"""A line that holds one instruction and nothing else, as nearly all do."""
+"""The regular expression for a line that holds exactly one instruction, as nearly all lines do."""
 _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?")
 _TOKEN = re.compile(
     r"""(?P<comment>//.*)
@@ -163,7 +163,7 @@ _HEADER = re.compile(r"\.(entry|func|section)\b")
 
 
 def _statements(text: str) -> Iterator[_Statement]:
-    """Split into statements, labels and scope marks."""
+    """Split the text into statements, labels and scope delimiters."""
     files = {number: Path(name).name for number, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     seen: dict[tuple[str, ...], Location] = {}
     start, loc = 1, None
@@ -201,7 +201,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _is_scope(parts: list[str]) -> bool:
-    """Return whether a brace here delimits a scope, not a vector or an initializer."""
+    """Return whether a brace at this place delimits a scope, and not a vector or an initializer."""
     return not parts or bool(_HEADER.search("".join(parts)))
 
 
@@ -222,7 +222,8 @@ def _variable(text: str) -> Variable:
     count = 1
     for dim in re.findall(r"\[(\d*)\]", match["dims"]):
         count *= int(dim or 0)
-    align = re.search(r"\.align\s+(\d+)", match["marks"])  # after the type it is the pointee's
+    # After the type, .align is the alignment of what the pointer points to.
+    align = re.search(r"\.align\s+(\d+)", match["marks"])
     values = re.findall(r"[^\s,{}]+", match["init"] or "")
     data = b"".join((_number(value).value % 2 ** (8 * each)).to_bytes(each, "little") for value in values)
     return Variable(match["name"], match["space"], int(align[1]) if align else each, each * count, data)
@@ -248,7 +249,7 @@ def _number(text: str) -> Immediate:
 
 
 class _Scope:
-    """Registers and labels that one ``{ }`` declares; inner scopes hide outer ones."""
+    """The registers and labels that one ``{ }`` declares. Inner scopes hide outer ones."""
 
     def __init__(self, parent: _Scope | None, serial: int) -> None:
         self.parent = parent
@@ -256,10 +257,11 @@ class _Scope:
         self.registers: dict[str, Register] = {}
         self.ranges: dict[str, tuple[str, int]] = {}
         self.labels: dict[str, str] = {}
-        self.operands: dict[str, Operand | None] = {}  # by text, once all declarations are known
+        # Resolved names by their text, filled once all declarations are known.
+        self.operands: dict[str, Operand | None] = {}
 
     def declare(self, text: str) -> None:
-        """Declare registers, as ``.reg .b32 %r<58>, p``."""
+        """Declare registers from the text of a ``.reg`` statement, such as ``.reg .b32 %r<58>, p``."""
         match = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text, re.DOTALL)
         if not match:
             raise PtxError(f"declaration not understood: {text}")
@@ -284,7 +286,7 @@ class _Scope:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between the commas outside of brackets."""
+    """Return the parts of a text between the commas that are outside of brackets."""
     if "{" not in text:
         return [part.strip() for part in text.split(",") if part.strip()]
     parts, depth = [""], 0
@@ -301,7 +303,7 @@ _INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?([\w.:]+)\s*(.*)$", re.DOTA
 
 
 class _Body:
-    """The builder of one function: it reads the declarations of all scopes first, so that forward labels resolve."""
+    """The builder of one function. It reads all declarations first, so that labels can be used before them."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -324,7 +326,7 @@ class _Body:
                 self.function.instructions.append(self._instruction(statement, scope))
 
     def _declare(self, statements: list[_Statement]) -> list[_Scope]:
-        """Return the scope of each statement."""
+        """Read all declarations and return the scope of each statement."""
         scope = _Scope(None, 0)
         scopes = []
         for serial, statement in enumerate(statements, 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The translation of a parsed entry to a program: basic blocks as Python functions, and the layout of variables."""
+"""The translation of a parsed entry point: basic blocks as Python functions, and the layout of variables."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from tests.simt.parser import TYPE_BYTES, Function, Instruction, Module, Not, Op
 PARAMETER_WINDOW = 1 << 16
 VARIABLE_WINDOW = PARAMETER_WINDOW + 1
 SHARED_READ = re.compile(r"ld\.(volatile|relaxed|acquire)")
-"""The loads of what other threads write."""
+"""The regular expression for loads from memory that other threads may write."""
 WRITE = re.compile(r"st\.|atom\.|red\.")
 WIDTH = {"warp": 32, "warpgroup": 128, "blocks": 32}
 
 
 @dataclass
 class Block:
-    """Instructions ``start:stop`` of the program.
+    """A basic block: the instructions ``start:stop`` of the program.
 
-    ``width`` threads must have arrived before any of them goes on (0: each on its own); ``members`` names those of a
-    warp that take part, if not all do. ``ending`` is next, branch (the function returns who jumps to ``targets[0]``),
-    table (the function returns an index into ``targets``), exit, or parked (the function schedules its threads).
-    ``spins`` says whether the block is a loop that only reads what other threads write.
+    Attributes:
+        width: the number of threads that must have arrived before any of them continues; 0 if threads are independent.
+        members: the operand that names the participating threads of a warp, if not all participate.
+        ending: "next"; "branch", if the function returns the mask of threads that jump to ``targets[0]``; "table", if
+            it returns an index into ``targets``; "exit"; or "parked", if it schedules its threads itself.
+        spins: whether the block is a loop that only reads what other threads write.
     """
 
     start: int
@@ -48,8 +50,8 @@ class Block:
 class Program:
     """A translated kernel.
 
-    ``registers`` are zeros of their NumPy types by Python name. ``grains`` are the bytes, at most 4, of the narrowest
-    access to shared and to global memory.
+    ``registers`` are zeros of the registers' NumPy types, by Python name. ``grains`` are the widths in bytes, at most
+    4, of the narrowest access to shared memory and to global memory.
     """
 
     name: str
@@ -75,7 +77,7 @@ def module(ptx: str) -> Module:
 
 @functools.cache
 def compile_entry(ptx: str, entry: str) -> Program:
-    """Compile an entry of a PTX module, once per process."""
+    """Compile an entry point of a PTX module, once per process."""
     parsed = module(ptx)
     if entry not in parsed.functions:
         raise KeyError(f"{entry} is not an entry; these are: {', '.join(parsed.functions)}")
@@ -121,7 +123,7 @@ def _compile(parsed: Module, function: Function) -> Program:
 
 
 def _unguard(function: Function) -> Function:
-    """Turn a guard of an instruction that ends a block or meets other threads into a jump around it."""
+    """Replace the guard of an instruction that ends a block, or that synchronizes threads, by a jump around it."""
     instructions: list[Instruction] = []
     moved = {}
     labels = {}
@@ -142,10 +144,14 @@ def _unguard(function: Function) -> Function:
 
 
 def _split(function: Function) -> list[Block]:
-    """Split into basic blocks; an instruction for whole warps starts one unless the warps are known to be converged."""
+    """Split instructions into basic blocks.
+
+    An instruction for whole warps starts a block, unless the warps are known to be converged.
+    """
     instructions, labels = function.instructions, function.labels
     starts = {0, len(instructions)} | set(labels.values())
-    together: tuple[str, object] | None = None  # the kind and members of the last such instruction in this block
+    # The kind and the members of this block's last instruction for whole warps.
+    together: tuple[str, object] | None = None
     for index, instruction in enumerate(instructions):
         kind = find(instruction.opcode)[2]
         if index in starts:
@@ -200,7 +206,7 @@ def _members(instruction: Instruction) -> Operand | None:
 def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the address of each variable, and the sizes of the memories.
 
-    Dynamic shared memory is aligned as declared and no better, so that a kernel cannot lean on luck.
+    Dynamic shared memory gets no better alignment than it declares, so that a kernel cannot rely on luck.
     """
     symbols: dict[str, int] = {}
     ends = {"shared": SHARED_START, "local": 0}
@@ -233,7 +239,7 @@ def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[st
 
 
 def _grain(instructions: list[Instruction], space: str) -> int:
-    """Return the bytes of the narrowest access to a space, at most 4."""
+    """Return the width in bytes of the narrowest access to a state space, at most 4."""
     others = {"global", "shared", "local", "param", "const"} - {space}
     sizes = [4]
     for instruction in instructions:
@@ -260,7 +266,7 @@ def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
 
 
 def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tuple[str, Any], ...]) -> None:
-    """Write the results of a block to the registers of its active threads."""
+    """Store the results of a block in the registers of its active threads."""
     if full:
         registers.update(results)
     else:
@@ -269,7 +275,7 @@ def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tupl
 
 
 def _function(number: int, code: BlockCode, live: set[str]) -> str:
-    """Return the Python text of the function of one block."""
+    """Return the Python text of the function for one block."""
     head = [f"{name} = R[{name!r}]" for name in sorted(code.names.register(r) for r in code.reads.values())]
     head += [f"{special_variable(name)} = m.special[{name!r}]" for name in sorted(code.specials)]
     if code.uses_lanes:

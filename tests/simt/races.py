@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The race detector of shared memory: it finds unordered accesses in whatever order the simulator executed them.
+"""The race detector of shared memory, which finds unordered accesses whatever the order in which they are simulated.
 
-Each warp has a clock, which counts its synchronisations, and knows up to which time of every other warp of its cluster
-it is ordered behind that warp (a vector clock). Each grain of shared memory remembers its last write and, for every
-warp, the last read. An access races with an earlier one that its warp does not know to be over. Lanes of one warp race
-too, unless a ``__syncwarp`` or a barrier is between their accesses.
+Each warp has a clock that counts its synchronizations, and a vector clock: for every other warp of its cluster, the
+time up to which that warp's accesses are ordered before its own. A grain is the width of the narrowest access. Each
+grain of shared memory stores its last write and, for every warp, the last read. An access races with an earlier one
+that is later than its warp's vector clock. Lanes of one warp also race, unless a ``__syncwarp`` or a barrier is between
+their accesses.
 
-The asynchronous proxy (bulk copies, wgmma) is a second kind of access: what a thread stored is ordered before it only
-through ``fence.proxy.async``, so there is a second table of what is known to be fenced.
+The asynchronous proxy (bulk copies, wgmma) makes accesses of a second kind: stores of a thread are ordered before them
+only through ``fence.proxy.async``. So each warp has a second vector clock, of fenced accesses.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
 Array = Any
 MAX_RECENT = 256
-"""The number of reads that are held back from the table."""
+"""The number of reads that are collected before they are entered into the table."""
 
 
 class _Readers:
-    """The threads of one access, as columns that broadcast over its grains."""
+    """The threads of one access, as columns that broadcast over the access's grains."""
 
     def __init__(self, races: Races, threads: Array) -> None:
         self.threads = threads[:, None]
         self.warps = self.threads >> 5
         self.bits = self.threads << AT_BITS
-        self.rows = races.column[self.warps] * races.grains  # where the reads of each thread's warp begin
+        self.rows = races.column[self.warps] * races.grains  # the first column of the reads by each thread's warp
 
 
 class Races:
@@ -43,31 +44,33 @@ class Races:
     def __init__(self, machine: Machine, grains: tuple[int, int]) -> None:
         self.machine, self.grain = machine, grains[0]
         warps = machine.threads // 32
-        self.columns = machine.cluster_threads // 32  # warps of a cluster
+        self.columns = machine.cluster_threads // 32  # the number of warps per cluster
         self.column = np.arange(warps) % self.columns
         self.alive = machine.live.reshape(warps, 32).any(axis=1)
         # known[0, u, v]: warp u is ordered behind warp v up to this time; known[1]: so is its asynchronous proxy;
         # known[2]: so are other CTAs that learn from u.
         self.known = np.zeros((3, warps, self.columns), np.int64)
-        self.known[:, :, ~self.alive[: self.columns]] = PENDING  # padding
+        self.known[:, :, ~self.alive[: self.columns]] = PENDING  # columns for padding threads
         self.time = np.ones(warps, np.int64)
         self._stamp = np.zeros(warps, np.int64)  # the time of each warp as the high bits of an access
         self._limit = np.zeros(warps, np.int64)  # accesses below it are ordered before the warp, whoever made them
         self._all = np.arange(warps)
         self._update(self._all)
-        self.touched = np.zeros(machine.threads, np.int64)  # when a lane last used shared memory by itself
+        self.touched = np.zeros(machine.threads, np.int64)  # the time of the last access by single lanes of each warp
         self.grains = machine.memory.shared.data.size // self.grain
         self.writes = np.zeros(self.grains, np.int64)
         self.reads = np.zeros(self.columns * self.grains, np.int64)
         self._has_reads = False
-        self._recent: list[tuple[Array, _Readers, Array]] = []  # reads (grains, threads, access) not yet in the table
+        # Reads (grains, threads, access) that are not in the table yet.
+        self._recent: list[tuple[Array, _Readers, Array]] = []
         self.globals = GlobalRaces(machine, self, grains[1])
-        self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a CTA's memory by others
+        # The time of the last access to each CTA's memory by other CTAs.
+        self.visited = np.zeros((machine.blocks, self.columns), np.int64)
         self._everyone = _Readers(self, np.arange(machine.threads))
         self._last: tuple[Array, _Readers] = (self._everyone.threads, self._everyone)
 
     def _update(self, warps: Any) -> None:
-        """Derive what follows from the time and knowledge of some warps."""
+        """Recompute what depends on the clocks of these warps."""
         time = self.time[warps]
         self.known[0, warps, self.column[warps]] = time
         self._stamp[warps] = time << TIME_SHIFT
@@ -80,7 +83,7 @@ class Races:
     # ---- accesses: byte positions in shared memory, one for each thread in ``lanes``
 
     def read(self, position: Array, size: int, lanes: Any, at: int, together: bool = False) -> None:
-        """Record a read; ``together``: by a warp as a whole, so that its lanes do not race."""
+        """Record a read. With ``together`` a warp reads as a whole, and its lanes do not race."""
         grains, readers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, readers, at, "read")
         self._recent.append((grains, readers, self._stamp[readers.warps] | readers.bits | at))
@@ -98,7 +101,7 @@ class Races:
         self.touched[lanes] = self.time[writers.warps[:, 0]]
 
     def start_write(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """Begin the write of an asynchronous copy: ordered with nothing until ``finish_write``."""
+        """Begin the write of an asynchronous copy, which is unordered with all accesses until ``finish_write``."""
         grains, writers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, writers, at, "asynchronous write")
         self._check_reads(grains, writers, at, "asynchronous write")
@@ -109,13 +112,13 @@ class Races:
         self._check_writes(self._grains(position, size), self._readers(lanes), at, "use")
 
     def finish_write(self, position: Array, size: int, lanes: Any, at: int, time: Array | None = None) -> None:
-        """End the write of a copy, at the time of the waiting thread's warp or at ``time``."""
+        """End the write of a copy, at the time of the waiting thread's warp or, if given, at ``time``."""
         grains, writers = self._grains(position, size), self._readers(lanes)
         stamp = self._stamp[writers.warps] if time is None else time << TIME_SHIFT
         self.writes[grains] = stamp | writers.bits | at
 
     def start_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """Begin a read by the asynchronous proxy: stores must be fenced before it."""
+        """Begin a read by the asynchronous proxy; earlier stores must have been fenced."""
         grains, readers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, readers, at, "asynchronous read", proxy=1)
         self._settle_reads()
@@ -128,12 +131,12 @@ class Races:
         self.reads[readers.rows + grains] = self._stamp[readers.warps] | readers.bits | at
 
     def remote(self, owner: Array, threads: Array) -> None:
-        """Record that threads use the shared memory of the CTAs ``owner`` through the cluster."""
+        """Record that threads access the shared memory of the CTAs ``owner`` through the cluster."""
         warps = threads >> 5
         self.visited[owner, self.column[warps]] = self.time[warps]
 
     def on_exit(self, active: Array) -> None:
-        """Fail if a CTA exits whose memory others may still use."""
+        """Fail if a CTA exits while others may still access its memory."""
         machine = self.machine
         self.alive = machine.live.reshape(-1, 32).any(axis=1)
         rows = active.reshape(machine.blocks, -1)
@@ -189,7 +192,7 @@ class Races:
                 self.fail(bad, access, threads, at, verb, "read", self._address(grains))
 
     def _settle_reads(self) -> None:
-        """Move recent reads into the table, except those that every living warp of their cluster is ordered behind."""
+        """Enter collected reads into the table, unless all living warps of the cluster are ordered behind them."""
         if not self._recent:
             return
         known = np.where(self.alive[:, None], self.known[0], PENDING).reshape(-1, self.columns, self.columns)
@@ -198,7 +201,7 @@ class Races:
             if (access < limit[readers.warps]).all():
                 continue
             index = readers.rows + grains
-            # An asynchronous read may be under way, and must not be overwritten.
+            # The table may hold an asynchronous read in progress, which must not be overwritten.
             self.reads[index] = np.maximum(self.reads.take(index), access)
             self._has_reads = True
         self._recent.clear()
@@ -214,7 +217,7 @@ class Races:
         address: Array = None,
         why: str = "",
     ) -> NoReturn:
-        """Report the first of the accesses [threads, grains] that are ``bad``; ``access`` are the earlier ones."""
+        """Report the first of the accesses [threads, grains] that are ``bad``; they race with ``access``."""
         machine = self.machine
         row, column = (int(index[0]) for index in np.nonzero(bad))
         other = int(np.broadcast_to(access, bad.shape)[row, column])

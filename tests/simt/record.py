@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every opcode's kernel on a GPU and store what it returned: ``python tests/simt/record.py --out FILE``.
+"""Record what a GPU returns for the kernel of every opcode: ``python tests/simt/record.py --out FILE``.
 
-Each kernel runs in a worker process; one that fails is reported and costs its worker, not the others. Afterwards each
-result is compared with the simulator's.
+Each kernel runs in a worker process. A kernel that fails is reported, and its worker is replaced, while the others
+continue. Afterwards each result is compared with the simulator's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def simulate(case: Case) -> np.ndarray:
 
 
 class _Worker:
-    """A worker process, replaced after a failed task, as a CUDA error makes its context unusable."""
+    """A worker process that is replaced after a failed task, as a CUDA error makes its context unusable."""
 
     def __init__(self) -> None:
         self._pool: multiprocessing.pool.Pool | None = None
@@ -72,14 +72,14 @@ class _Worker:
 
 
 def save(path: Path, device: str, found: dict[str, np.ndarray]) -> None:
-    """Save all results in one array, so that they compress together."""
+    """Save all results as one array, which compresses better than many."""
     sizes = [result.size for result in found.values()]
     words = np.concatenate([result.ravel() for result in found.values()])
     np.savez_compressed(path, device=device, names=np.array(list(found)), ends=np.cumsum(sizes), words=words)
 
 
 def load(path: Path = VECTORS) -> dict[str, np.ndarray]:
-    """Return the recorded uint32 [words, threads] of the hardware by case."""
+    """Return the recorded results, uint32 [words, threads], by case."""
     with np.load(path) as file:
         parts = np.split(file["words"], file["ends"][:-1])
         return {str(name): part.reshape(-1, 128) for name, part in zip(file["names"], parts, strict=True)}

@@ -15,7 +15,8 @@ from tests.simt.memory import BASE_ALIGNMENT, SHARED_START, WINDOW_BITS, flat_by
 from tests.simt.program import PARAMETER_WINDOW, VARIABLE_WINDOW, Program, compile_entry
 
 RESIDENT_THREADS = 8192
-"""Blocks are executed together up to this many threads: NumPy's cost per call is spread, registers stay in cache."""
+"""The number of threads up to which CTAs run together. More threads per NumPy call are faster until the cache is full.
+"""
 
 Buffers = Mapping[str, "np.ndarray | None"]
 
@@ -28,14 +29,16 @@ def launch_counts() -> dict[tuple[str, str], int]:
 
 
 def run(plan: Any, buffers: Buffers, *, landing: str = "latest", races: bool = True) -> None:
-    """Execute a ``cupy_awq`` LaunchPlan; the buffers are modified in place.
+    """Execute a `LaunchPlan` of cupy_awq; the buffers are modified in place.
 
-    A buffer may be any view with strides >= 0: the kernel sees the bytes from its first element to its last, at an
-    address with the alignment that the view has in the array that owns its memory. A read-only array may not be
-    written; None is a null pointer. ``landing`` "latest" lets asynchronous copies land as late as the rules allow,
-    "earliest" at once. ``races`` switches the race detector.
+    A buffer may be any view with strides >= 0: the kernel accesses the bytes from its first element to its last, at an
+    address with the alignment that the view has in the array that owns its memory. The kernel must not write a
+    read-only array; None is a null pointer.
 
-    Raises Fault for what a kernel must not do, UnknownOpcode for what the simulator does not know.
+    With ``landing`` "latest", asynchronous copies land as late as PTX allows; with "earliest", at once. ``races``
+    switches the race detector on or off.
+
+    Raises Fault for an error of the kernel, and UnknownOpcode for an instruction that the simulator does not implement.
     """
     from cupy_awq.runtime import compile
 
@@ -83,7 +86,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
 
 
 def _place(plan: Any, buffers: Buffers) -> tuple[dict[str, int], list[Any]]:
-    """Return the address of each buffer, and the memory to map there."""
+    """Return the address of each buffer, and the bytes to map there."""
     places, memory = {}, []
     for window, (name, array) in enumerate(buffers.items(), 1):
         if array is None:

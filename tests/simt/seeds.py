@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults to plant in copies of the library's kernels, and the check that each of them is caught.
+"""Planted bugs: faults in copies of the library's kernels, and the check that the simulator catches each of them.
 
-A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result.
+A check is the kind of a simulator's `Fault`, or "values" if the kernel ran to its end with a wrong result.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.test_kernels import check_matmul
 
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
-"""Pairs of checks, for copies that land as late and as early as the rules allow."""
+"""Pairs of checks, with copies that land as late and as early as PTX allows."""
 
 
 @dataclass(frozen=True)
 class Seed:
-    """``old`` becomes ``new`` in ``file``; ``kernel`` then runs ``problem`` on the path of ``arch``.
+    """A planted bug: in ``file``, ``new`` replaces ``old``; the kernel then runs ``problem`` on the path of ``arch``.
 
-    ``caught`` are the checks with copies that land as late, and as early, as the rules allow.
+    ``caught`` has the checks that catch it with copies that land as late, and as early, as PTX allows.
     """
 
     kernel: str
@@ -45,9 +45,10 @@ Case: TypeAlias = tuple[AnyFamily, Config, device.Device, Problem]
 
 
 def make_case(seed: Seed) -> Case:
-    """Return what to run: the kernel's last configuration with the values that the seed asks for.
+    """Return the case of a bug: the kernel's last configuration that has the values that the bug asks for.
 
-    If no configuration that is tried by default has them, such as a tile far higher than M, the last one gets them.
+    If no configuration that is tried by default has them, such as a tile far higher than M, the last configuration is
+    given these values.
     """
     here = device.nominal(seed.arch)
     family = FAMILIES[seed.kernel.removesuffix("_mma")]
@@ -57,7 +58,7 @@ def make_case(seed: Seed) -> Case:
 
 
 def outcome(case: Case, landing: str) -> str:
-    """Return the check that catches the fault, or "nothing"."""
+    """Return the check that catches a planted bug, or "nothing"."""
     family, config, here, problem = case
     try:
         check_matmul(
@@ -72,12 +73,12 @@ def outcome(case: Case, landing: str) -> str:
 
 @functools.cache
 def is_right(case: Case) -> bool:
-    """Return whether the kernel passes as it is; seeds share cases."""
+    """Return whether the kernel passes without the bug. Results are cached, because bugs share cases."""
     return outcome(case, "latest") == "nothing"
 
 
 def assert_caught(seed: Seed) -> None:
-    """Check that the kernel is right before the fault is planted, and that the expected checks catch the fault."""
+    """Check that the kernel passes without the bug, and that the expected checks catch the bug."""
     case = make_case(seed)
     assert is_right(case), "the kernel must be right before the bug is planted"
     with patched(seed.file, seed.old, seed.new):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each check of the simulator catches its mistake, and says which source line, thread and address made it.
+"""Tests that each check of the simulator catches its error and names the source line, the thread and the address.
 
-The line that a fault must name carries the comment HERE.
+The line that a fault must name has the comment HERE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOPPER = (SAMPLES / "hopper.cuh").read_text(encoding="utf-8")
 
 @dataclass
 class Case:
-    """The body of ``fault(float* x, const float* y, int n)`` and the fault that it must end in."""
+    """A kernel with an error: the body of ``fault(float* x, const float* y, int n)`` and the fault that is expected."""
 
     kind: str
     body: str
@@ -301,7 +301,7 @@ template <int N> __device__ void wait() { asm volatile("cp.async.wait_group %0;"
 
 
 def provoke(case: Case, prelude: str, arch: str) -> None:
-    """Run the case; check kind, line, thread and address of its fault."""
+    """Run a case and check the kind, line, thread and address of its fault."""
     text = prelude.replace("#pragma once", "") + SIGNATURE + case.body + "\n}\n"
     launch = plan("fault.cu", ("x", "y", "z", np.int32(33)), arch=arch, **case.launch)
     y = np.zeros(64, np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's e4m3 against ml_dtypes: all codes, what lies half-way between them, and products of warpgroups."""
+"""Tests of the simulator's e4m3 against ml_dtypes: all codes, values half-way between them, and products of wgmma."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES = CODES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def results(case: Case, x: np.ndarray) -> np.ndarray:
-    """What a case's kernel makes of uint32 [operands, threads], thread by thread."""
+    """Return the results of a case's kernel for uint32 [operands, threads], by thread."""
     buffers = case.buffers() | {"x": x}
     with source_text(case.source, case.kernel()):
         simt.run(case.plan(), buffers)
@@ -38,7 +38,7 @@ def results(case: Case, x: np.ndarray) -> np.ndarray:
 
 
 def converted(values: np.ndarray) -> np.ndarray:
-    """Codes of float32 values by cvt.rn.satfinite.e4m3x2.f32: those of even places as its second operand."""
+    """Return the codes of float32 values by cvt.rn.satfinite.e4m3x2.f32, whose second operand has even places."""
     padded = np.zeros(-(-len(values) // (2 * THREADS)) * 2 * THREADS, np.float32)
     padded[: len(values)] = values
     codes = []
@@ -72,11 +72,11 @@ def test_codes_widen_to_their_values() -> None:
 
 @pytest.mark.parametrize("where", PRODUCTS)
 def test_products_are_those_of_the_values(where: str) -> None:
-    """Against bytes 0 .. 3, which as integers have a form of their own: there are 2**-9 of each in e4m3."""
+    """Multiply by bytes 0 .. 3, which have a form of their own in integers: as e4m3 they are multiples of 2**-9."""
     case = PRODUCTS[where]
     integers = CASES[case.name.replace("e4m3", "s8").replace("f32", "s32")]
     x = case.buffers()["x"]
-    x[6:] = 0  # what mma adds, 0 in both forms
+    x[6:] = 0  # the accumulator's addend, which is 0 in both forms
     assert x.max() <= 0x03030303
     wanted = results(integers, x).view(np.int32)
     assert wanted.any()

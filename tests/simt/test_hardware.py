@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator against vectors recorded from a GPU by ``record.py``: the same PTX and inputs, opcode by opcode."""
+"""Tests of the simulator against results that ``record.py`` recorded on a GPU, by opcode."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sm_90 samples: bulk and tensor copies, wgmma, clusters and dependent launches."""
+"""Tests of the sm_90 samples: bulk and tensor copies, wgmma, clusters and dependent launches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _samples() -> Iterator[None]:
 
 
 def tensor(name: str, array: np.ndarray, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
-    """The map of a C-ordered array, in boxes given innermost first."""
+    """Return the map of a C-ordered array, with boxes whose sizes are given innermost first."""
     return TensorMap(name, array.dtype.name, array.shape[::-1], array.strides[-2::-1], box, swizzle)
 
 
@@ -62,7 +62,7 @@ def test_tensor_copy_swizzles_and_fills_what_lies_outside_with_zeros(landing: st
 
 
 def test_a_tensor_store_at_negative_coordinates_fails() -> None:
-    """A copy to shared memory may begin there; for a store, an H100 reports an illegal instruction."""
+    """An H100 reports an illegal instruction for such a store, while a copy to shared memory may begin there."""
     x, y, raw = np.ones((8, 32), np.uint16), np.zeros((8, 32), np.uint16), np.zeros((8, 32), np.uint16)
     copy = plan(
         "tensor_copy.cu", ("raw", tensor("x", x, (32, 8)), tensor("y", y, (32, 8))), arch="90a", ROWS=8, COLUMNS=32
@@ -78,7 +78,7 @@ def test_a_tensor_store_at_negative_coordinates_fails() -> None:
 
 @LANDINGS
 def test_tensor_copy_steps_over_rows_from_where_the_box_begins(landing: str) -> None:
-    """Boxes of 8 rows, every third of x from row 0, 8, 16 on; zeros beyond the last."""
+    """Boxes take 8 rows, every third of x, from rows 0, 8 and 16 on; rows beyond the last are zeros."""
     x = np.arange(1, 32 * 32 + 1, dtype=np.uint16).reshape(32, 32)
     y, raw = np.zeros((24, 32), np.uint16), np.zeros((3, 8, 32), np.uint16)
     maps = (replace(tensor("x", x, (32, 8)), steps=(1, 3)), tensor("y", y, (32, 8)))
@@ -134,7 +134,7 @@ def test_dependent_launch() -> None:
 
 
 def test_buffers_of_the_preceding_kernel_have_their_present_names() -> None:
-    """A buffer that was renamed would be read early without a fault."""
+    """If a buffer were renamed, an early read of it would no longer be a fault."""
     folder = Path(cupy_awq.__file__).parent / "kernels"
     text = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     assert [name for name in sorted(FRESH) if f'"{name}"' not in text] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling, memory and launches: what kernels of several blocks, loops and views of buffers rely on."""
+"""Tests of scheduling, memory and launches, for kernels of several CTAs, with loops, and on views of arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simt.kernels import plan, source_text
 def execute(
     body: str, signature: str, arguments: tuple[Any, ...], buffers: dict[str, Any], **launch: Any
 ) -> LaunchPlan:
-    """Run the body of ``k(signature)``."""
+    """Compile and run a kernel with the given signature and body."""
     landing = launch.pop("landing", "latest")
     text = f'extern "C" __global__ void k({signature}) {{\n{body}\n}}\n'
     made = plan("k.cu", arguments, **launch)
@@ -28,7 +28,7 @@ def execute(
 
 
 def ints(body: str, count: int, **launch: Any) -> np.ndarray:
-    """What a kernel leaves in ``int* y`` of ``count`` zeros."""
+    """Return the contents of ``int* y``, ``count`` zeros before, after a kernel."""
     y = np.zeros(count, np.int32)
     execute(body, "int* y", ("y",), {"y": y}, **launch)
     return y
@@ -57,7 +57,7 @@ def test_a_switch_takes_each_thread_its_own_way() -> None:
 
 
 def test_a_spin_lock_between_blocks_ends() -> None:
-    """The holder stands at a later instruction than those who spin: it must get its turn."""
+    """The holder of the lock is at a later instruction than the threads that spin, and must still be scheduled."""
     body = """
     if (threadIdx.x == 0) {
       while (atomicCAS(&y[0], 0, 1) != 0) {}
@@ -79,7 +79,7 @@ def test_a_block_waits_for_the_one_before_it() -> None:
       __threadfence();
       *turn = blockIdx.x + 1;
     }"""
-    # The turn itself is y[0], which block 0 reads as 0 and block 1 finds overwritten.
+    # y[0] counts the CTAs: CTA 0 reads 0, and CTA 1 reads what CTA 0 wrote.
     y = ints(body, 9, grid=(8, 1, 1))
     assert y[0] == 8
     np.testing.assert_array_equal(y[1:], 2 + 2 * np.arange(8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator against plain Python: integers of any size, and fractions rounded once, thread by thread."""
+"""Tests of the simulator against plain Python: integers of any size and fractions that are rounded once, by thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMATS = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "f64": (11, 52)}
 
 
 def decode(bits: int, kind: str) -> Fraction | float:
-    """The value of bits: a Fraction, or a float for infinities, NaN and -0."""
+    """Return the value of a float's bits: a Fraction, or a Python float for infinities, NaN and -0."""
     exponent_bits, fraction_bits = FORMATS[kind]
     sign = -1 if bits >> (exponent_bits + fraction_bits) & 1 else 1
     exponent, fraction = bits >> fraction_bits & (2**exponent_bits - 1), bits & (2**fraction_bits - 1)
@@ -35,7 +35,7 @@ def decode(bits: int, kind: str) -> Fraction | float:
 
 
 def encode(value: Fraction | float, kind: str, toward_zero: bool = False) -> int:
-    """The bits of a value, rounded once to nearest even (or toward zero)."""
+    """Return the bits of a value, rounded once to nearest even, or toward zero."""
     exponent_bits, fraction_bits = FORMATS[kind]
     top = exponent_bits + fraction_bits
     infinity = (2**exponent_bits - 1) << fraction_bits
@@ -63,7 +63,7 @@ def encode(value: Fraction | float, kind: str, toward_zero: bool = False) -> int
 
 
 def numeric(operation: str, *values: Fraction | float) -> Fraction | float:
-    """An exact result where all is finite; else, and for the sign of zero, what doubles do."""
+    """Return the exact result of finite operands; else, and for the sign of zero, that of Python floats."""
     plain = [float(value) if isinstance(value, float) else value for value in values]
     formulas: dict[str, Callable[..., Fraction | float]] = {
         "add": lambda x, y: x + y,
@@ -83,7 +83,7 @@ def numeric(operation: str, *values: Fraction | float) -> Fraction | float:
 
 
 def _zero_sum(values: list[float]) -> float:
-    """The sign of an exact zero x * y + z: negative only if both terms are -0."""
+    """Return the sign of x * y + z if it is exactly zero: negative only if both terms are -0."""
     term = values[0] * values[1]
     return (
         -0.0 if term == 0 and values[2] == 0 and math.copysign(1, term) < 0 and math.copysign(1, values[2]) < 0 else 0.0
@@ -105,7 +105,7 @@ def bytes_of(word: int, kind: str) -> list[int]:
 
 
 def integer(case: Case, values: list[int]) -> int | None:
-    """What an integer instruction gives, or None if this reference does not know it."""
+    """Return the result of an integer instruction, or None if this reference does not implement it."""
     parts = case.name.split(".")
     kind = parts[-1]
     if kind not in ("s16", "u16", "s32", "u32", "s64", "u64", "b32", "b64"):
@@ -176,7 +176,7 @@ def _permute(raw: list[int]) -> int:
 
 
 def bit_field(name: str, kind: str, raw: list[int]) -> int:
-    """The pseudo-code of the ISA, bit by bit."""
+    """Return the result of the pseudo-code in the PTX ISA, bit by bit."""
     bits = int(kind[1:])
     top = bits - 1
     if name == "bfe":
@@ -194,7 +194,7 @@ def bit_field(name: str, kind: str, raw: list[int]) -> int:
 
 
 def floating(case: Case, values: list[int]) -> int | None:
-    """What a floating-point instruction gives, or None if this reference does not know it."""
+    """Return the result of a floating-point instruction, or None if this reference does not implement it."""
     match = re.fullmatch(r"(add|sub|mul|fma)\.rn\.(f16|bf16|f32)(x2)?", case.name)
     if match:
         operation, kind, pair = match.groups()
@@ -239,7 +239,7 @@ def _by_parts(function: Callable[..., int], values: list[int], pair: str | None)
 
 
 def reference(case: Case) -> np.ndarray | None:
-    """uint32 [words, THREADS], or None."""
+    """Return the expected results, uint32 [words, THREADS], or None if the reference does not implement the case."""
     if len(case.outputs) != 1:
         return None
     words = case.buffers()["x"]
@@ -258,7 +258,7 @@ def reference(case: Case) -> np.ndarray | None:
             return None
         found.append(result)
     bits = int(re.sub(r"x2|\D", "", case.outputs[0])) * (2 if case.outputs[0].endswith("x2") else 1)
-    # A result narrower than a word is stored as its own bits.
+    # A result narrower than a word occupies the low bits, and the others are 0.
     masked = [value & (2**bits - 1) for value in found]
     rows = [[value & 0xFFFFFFFF for value in masked]] + ([[value >> 32 for value in masked]] if bits == 64 else [])
     return np.array(rows, np.uint32)
@@ -305,7 +305,7 @@ def test_exchange_within_a_warp(name: str) -> None:
 
 
 def exchange(name: str, words: np.ndarray) -> np.ndarray:
-    """Lane by lane, from the ISA's text."""
+    """Return the result of a shuffle by the text of the PTX ISA, one lane at a time."""
     root, *rest = re.split(r"[. ]", name)
     values = [int(word) for word in words[0]]
     lanes = range(32)

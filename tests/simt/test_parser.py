@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser on the corners of the PTX that NVRTC emits and inline asm adds."""
+"""Tests of the parser with unusual forms of PTX that NVRTC emits or inline asm adds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in copies of the library's kernels: each one is caught by the check that its seed names."""
+"""Bugs planted in copies of the library's kernels, each of which must be caught by the check that it names."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ SEEDS = {
 
 
 FIRST = {seed.kernel: name for name, seed in reversed(SEEDS.items())}.values()
-"""The first bug of each kernel, which the default run plants."""
+"""The first bug of each kernel. A run without slow tests plants only these."""
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in SEEDS])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in the split-K reduction of clusters whose CTAs own different numbers of rows: each one is caught."""
+"""Bugs planted in the split-K reduction of clusters whose CTAs own different numbers of rows; each must be caught."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 UNEVEN = Problem(20, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
-"""Tiles of 24 rows, of which the CTAs of a cluster of five own 6, 6, 6, 6 and none."""
+"""A problem with tiles of 24 rows, of which the CTAs of a cluster of five own 6, 6, 6, 6 and none."""
 SEVERAL = Problem(136, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
-"""Two tiles of 72 rows, of which the CTAs of a cluster of five own 16, 16, 16, 16 and 8."""
+"""A problem with two tiles of 72 rows, of which the CTAs of a cluster of five own 16, 16, 16, 16 and 8."""
 EPILOGUE = "gemm/gemm_sm90_epilogue.cuh"
 INVALID = ("invalid", "invalid")
 

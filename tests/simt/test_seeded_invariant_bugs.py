@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in the kernels of batch-invariant GEMMs: each one is caught."""
+"""Bugs planted in the kernels of batch-invariant GEMMs; each must be caught."""
 
 from __future__ import annotations
 

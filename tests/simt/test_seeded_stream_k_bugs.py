@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in the reduction of stream-K units, which several clusters share: each one is caught."""
+"""Bugs planted in the reduction of stream-K units, which several clusters share; each must be caught."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, RACE, VALUES, Seed, assert_caught
 
 PROBLEM = Problem(140, 384, 768, 128, layouts=(AWQ, FRAGMENTS))
-"""Six tiles of 80 rows and 128 columns, with six k tiles each; partial sums pass through the pipeline."""
+"""A problem with six tiles of 80 rows and 128 columns, of six k tiles each. Partial sums pass through the pipeline."""
 GATED = Problem(140, 768, 768, 128, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))
-"""Six tiles of 80 rows and 256 columns, with six k tiles each; warpgroups read partial sums themselves."""
+"""A problem with six tiles of 80 rows and 256 columns, of six k tiles each. Warpgroups read partial sums."""
 EPILOGUE = "gemm/gemm_sm90_large_epilogue.cuh"
 COPY = (
     "      pipeline.producer_acquire(state);\n"
@@ -31,7 +31,7 @@ WAIT = (
 
 
 def stream_k(old: str, new: str, caught: tuple[str, str], problem: Problem = PROBLEM, cluster: int = 1) -> Seed:
-    """Return a bug in a launch whose clusters share units by two and, without pairs of CTAs, also by three."""
+    """Return a bug for a launch in which two clusters, and without pairs of CTAs also three, share a unit."""
     units, clusters = (3, 7) if cluster == 1 else (3, 4)
     config: dict[str, Any] = {
         "cluster": cluster,

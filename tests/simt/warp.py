@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warp-level operations of all warps at once, on registers as [warps, 32]."""
+"""Warp-level operations, executed for all warps at once on registers as [warps, 32]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Array = Any
 LANE = np.arange(32)
 ABSENT = np.uint32(0x7FFFDEAD)
-"""What a shuffle gives from a lane that does not take part: garbage that shows (a NaN as float32)."""
+"""The value that a shuffle returns from a lane that does not participate: a conspicuous pattern, NaN as float32."""
 
 
 class Warps:
@@ -27,12 +27,12 @@ class Warps:
         self._sources: dict[tuple[str, int, int], tuple[Array, Array]] = {}
 
     def rows(self, value: Array) -> Array:
-        """Return [threads] or a scalar as [warps, 32]."""
+        """Return register values ([threads] or a scalar) as [warps, 32]."""
         threads = self.machine.threads
         return (value if np.ndim(value) else np.full(threads, value)).reshape(-1, 32)
 
     def bits(self, mask: Array) -> Array:
-        """Return for each thread the word whose bits are the lanes of its warp in ``mask``."""
+        """Return, for each thread, the word whose set bits are the lanes of its warp that are in ``mask``."""
         words = np.packbits(self.rows(mask), axis=1, bitorder="little").view("<u4")
         return np.repeat(words, 32, axis=1).ravel()
 
@@ -51,7 +51,7 @@ class Warps:
         return found, valid
 
     def _source(self, mode: str, offset: Array, clamp: Array) -> tuple[Array, Array]:
-        """Return the thread that each thread reads, by the ISA's formulas, and whether its lane is in range."""
+        """Return the thread from which each thread reads, by the ISA's formulas, and whether its lane is in range."""
         offset = offset & 31
         segment = clamp >> np.uint32(8) & np.uint32(31)
         limit = (LANE & segment) | (clamp & 31 & ~segment)
@@ -74,7 +74,7 @@ class Warps:
         return self.bits(active & predicate) & members
 
     def match(self, mode: str, value: Array, active: Array, members: Array) -> tuple[Array, Array]:
-        """Return the lanes with the same value (any), or all lanes if they agree (all)."""
+        """Execute ``match``: return the lanes with the same value (any), or all lanes if their values agree (all)."""
         rows = self.rows(value)
         equal = (rows[:, :, None] == rows[:, None, :]) & self.rows(active)[:, None, :]
         words = np.packbits(equal, axis=2, bitorder="little").view("<u4")[..., 0].ravel() & members
@@ -157,7 +157,7 @@ class Matrices:
         b: tuple[Array, ...],
         c: tuple[Array, ...],
     ) -> list[Array]:
-        """Execute ``mma``: one rounding of the sum of products, where the hardware may round more often."""
+        """Execute ``mma``. The sum of products is rounded once; hardware may round more often."""
         warps = self.whole_warps(active)
         product = matmul(self.left(a, warps, rows, left), self.right(b, warps, right))
         return self.accumulate(product, c, warps, added, saturate)
@@ -177,7 +177,10 @@ class Matrices:
         return values.reshape(len(warps), 8, -1)
 
     def accumulate(self, product: Array, c: tuple[Array, ...], warps: Array, kind: str, saturate: bool) -> list[Array]:
-        """Return [warps, rows, columns] plus C as registers: one has columns 8 j + 2 t, the next 8 j + 2 t + 1."""
+        """Return [warps, rows, columns] plus C, as registers.
+
+        One register has columns 8 j + 2 t, the next one 8 j + 2 t + 1.
+        """
         count, rows, columns = product.shape
         blocks = product.reshape(count, rows // 8, 8, columns // 8, 4, 2)
         added = self._from_registers(c, warps)
@@ -194,7 +197,7 @@ class Matrices:
         return self._to_registers(total.astype(np.uint32), warps)
 
     def _from_registers(self, values: tuple[Array, ...], warps: Array) -> Array:
-        """Return registers as [registers, warps, 32]."""
+        """Return register values as [registers, warps, 32]."""
         threads = self.machine.threads
         rows = np.stack([(v if np.ndim(v) else np.full(threads, v)) for v in values]).reshape(len(values), -1, 32)
         return rows if len(warps) * 32 == threads else rows[:, warps]
@@ -209,15 +212,16 @@ class Matrices:
 
 
 def matmul(left: Array, right: Array) -> Array:
-    """Return left @ right^T for stacks of float32 matrices, each element rounded once.
+    """Return left @ right^T for stacks of float32 matrices, with each element rounded once.
 
-    The order in which float32 BLAS adds depends on the position of a row; on tensor cores it does not.
+    BLAS in float32 is no substitute: its order of additions depends on the position of a row, which it does not on
+    tensor cores.
     """
     return (left.astype(np.float64) @ right.astype(np.float64).swapaxes(1, 2)).astype(np.float32)
 
 
 def elements(words: Array, kind: str) -> Array:
-    """Convert uint32 [...] to the float32 [..., elements per word] that it holds."""
+    """Convert uint32 [...] to the float32 values [..., elements per word] that the words hold."""
     words = np.ascontiguousarray(words)[..., None]
     if kind in ("s8", "u8"):
         return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warpgroup matrix products (``wgmma``): A from registers or shared memory, B from shared memory, by descriptors.
+"""Warpgroup products (``wgmma``): A from registers or shared memory, B from shared memory, both by descriptors.
 
-The product is made when it is issued; its reads of shared memory count as under way until ``wgmma.wait_group``, so the
-race detector sees a stage that is given back too early.
+A product is computed when it is issued. Its reads of shared memory count as in progress until ``wgmma.wait_group``, so
+that the race detector finds a stage that is released too early.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 Array = Any
 ROWS = 64
 SWIZZLE = np.array([0, 128, 64, 32])
-"""Bytes of the layouts, by bits 62 and 63 of a descriptor."""
+"""The swizzle width in bytes by the layout number in bits 62 and 63 of a descriptor."""
 
 
 @dataclass
 class _Reads:
-    """Pending reads: 16-byte chunks that the warps of ``lanes`` may still read; ``group`` by warp."""
+    """Pending reads: 16-byte chunks that the warps of ``lanes`` may still read, with each warp's ``group``."""
 
     lanes: Array
     position: Array
@@ -37,7 +37,7 @@ class _Reads:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape, types and flags in an opcode; ``depth`` counts elements, the flags negate or transpose A and B."""
+    """The shape, types and flags of an opcode. ``depth`` is in elements; the flags negate or transpose A and B."""
 
     columns: int
     depth: int
@@ -64,7 +64,7 @@ class Warpgroups:
     def multiply(
         self, shape: Shape, active: Array, a: Any, b: Array, accumulate: Array, c: tuple[Array, ...], at: int
     ) -> list[Array]:
-        """Execute ``wgmma.mma_async``; ``a`` is a tuple of registers or a descriptor."""
+        """Execute ``wgmma.mma_async``; ``a`` is a tuple of registers, or a descriptor of shared memory."""
         machine, matrices = self.machine, self.machine.matrices
         warps = matrices.whole_warps(active)
         unfenced = warps[~self.fenced[warps]]
@@ -113,7 +113,10 @@ class Warpgroups:
         shared: bool,
         at: int,
     ) -> Array:
-        """Return a matrix [groups, rows, depth] as float32; ``shared``: each warp reads all of it, not 16 rows."""
+        """Return a matrix [groups, rows, depth] as float32.
+
+        If ``shared``, each warp reads all of it; else each warp reads 16 rows.
+        """
         machine = self.machine
         lanes = groups * 128
         words = machine.pick(descriptor, lanes).astype(np.uint64)
@@ -134,7 +137,7 @@ class Warpgroups:
     def _addresses(
         self, words: Array, rows: int, depth: int, item: int, transposed: bool, lanes: Array, at: int
     ) -> Array:
-        """Return the addresses of the 16-byte chunks in the canonical layouts: [groups, rows or depth, chunks]."""
+        """Return the addresses of the 16-byte chunks [groups, rows or depth, chunks] in the canonical layouts."""
 
         def field(first: int, bits: int) -> Array:
             return ((words >> np.uint64(first)) & np.uint64(2**bits - 1)).astype(np.int64)[:, None, None]
@@ -166,7 +169,7 @@ class Warpgroups:
         return swizzle(start + place, wide)
 
     def _record(self, races: Races, position: Array, lanes: Array, shared: bool, at: int) -> None:
-        """Start the reads: of all rows by each warp, or of a fourth of the rows by each."""
+        """Record the reads: each warp reads all rows, or a fourth of the rows."""
         warps = lanes[:, None] + 32 * np.arange(4)
         count = position[0].size
         if shared:
