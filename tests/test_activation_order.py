@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation order: the gather kernel, layers and plans with an order, and language models of act-order files."""
+"""Tests of activation orders: the gather kernel, layers and plans with an order, and models from act-order files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.test_formats_llm import numbers
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
 from tests.test_llm_device import SimulatedOps, simulated
 
-__all__ = ["simulated"]  # a fixture
+__all__ = ["simulated"]  # a fixture, which pytest finds by its name in this module
 
 plan_gather = planner(gather_columns.ColumnGather)
 AWQ = ("qweight", "scales", "qzeros")
@@ -115,7 +115,7 @@ def test_layer_multiplies_the_gathered_columns_of_x_of_any_rank(seed: int, rank:
 
 
 def test_layer_with_an_order_computes_the_dense_product_of_the_file() -> None:
-    """W of the file has row order[i] where the sorted weight has row i."""
+    """Row order[i] of the file's W is row i of the sorted weight."""
     weight, order = ordered(np.random.default_rng(0), 64, 24)
     w = np.empty((64, 24), np.float32)
     w[order] = cupy_awq.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
@@ -141,7 +141,7 @@ def test_the_layer_keeps_a_copy_of_the_order() -> None:
     weight, order = ordered(rng, 64, 16)
     layer, x = AwqLinear(weight, order=order), random_activations(rng, 2, 64)
     before = layer(x)
-    order[:] = 99  # out of range
+    order[:] = 99  # an invalid order: the layer must have kept a copy of the valid one
     np.testing.assert_array_equal(layer(x), before)
     with pytest.raises(AttributeError):
         layer.order = order  # type: ignore[misc]
@@ -198,7 +198,7 @@ def test_concatenated_layers_share_one_order() -> None:
 def act_order_files(path: Path, config: dict[str, Any], *, shared: bool = True, group: int = 16) -> Path:
     """Write a GPTQ model in which every layer has an activation order, and its dense twin in the folder "dense".
 
-    ``shared``: whether q, k and v, and gate and up, have the same order, as GPTQ gives them.
+    ``shared`` says whether q, k and v, and gate and up, have the same order, as GPTQ gives them.
     """
     rng = np.random.default_rng(7)
     plain, dense = (llm_models.tensors(config, group=group) for _ in range(2))
@@ -252,7 +252,7 @@ def test_an_act_order_model_on_the_gpu_back_end(tmp_path: Path, shared: bool) ->
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("m", [1, 3, 17])
 def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
-    """The product before a norm writes x where the product after it reads x: no gather, no separate norm."""
+    """A GEMM before a norm stores x in the order of the GEMM after it, without a gather or a separate norm."""
     rng = np.random.default_rng(m)
 
     def repacked(weight: PackedWeight) -> PackedWeight:
@@ -262,7 +262,8 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
         return RepackedWeight(weight, out, 0, False)
 
     monkeypatch.setattr("cupy_awq.linear.repack", repacked)
-    monkeypatch.setattr(RepackedWeight, "without_original", lambda weight: weight)  # for products in NumPy
+    # Products run in NumPy, which needs the AWQ tensors.
+    monkeypatch.setattr(RepackedWeight, "without_original", lambda weight: weight)
     order = rng.permutation(192).astype(np.int32)
     gate_up = [Module(random_weight(rng, 192, 128, 64), None, order) for _ in range(2)]
     down = [Module(random_weight(rng, 128, 192, 64), None)]
@@ -282,7 +283,7 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
     def forward(ops: Any, count: int) -> np.ndarray:
         enter, leave = ops.make_projection(gate_up, gated=True), ops.make_projection(down)
         operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first]
-        operations.append(Project(lambda x: x))  # takes x as it is: no order
+        operations.append(Project(lambda x: x))  # a projection without an order
         return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
 
     for count in (5, 8):
@@ -337,7 +338,7 @@ def test_layers_and_plans_with_an_order_on_the_gpu(m: int, element: np.dtype[Any
 def test_layers_whose_gemm_gathers_x_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, m: int, element: np.dtype[Any]
 ) -> None:
-    """Contiguous and strided rows, and unaligned rows, for which a launch gathers."""
+    """Rows of x are contiguous, strided, or unaligned; for unaligned rows, a separate launch gathers."""
     monkeypatch.setattr(gather_columns, "is_fused", lambda problem, gpu: GEMM_SM90.refusal(problem, gpu) is None)
     rng, k, n = np.random.default_rng(m), 1088, 72
     weight, order = ordered(rng, k, n, 64, dtype=element)
@@ -355,7 +356,7 @@ def test_layers_whose_gemm_gathers_x_on_the_gpu(
 
 @pytest.mark.gpu
 def test_a_captured_chain_of_layers_with_orders() -> None:
-    """Each gather reads what the preceding product wrote, and its own plan's memory is not needed any more."""
+    """Each plan gathers the result of the preceding one, and all plans share one workspace."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -432,7 +433,7 @@ def test_orders_on_another_device_or_out_of_range_are_refused_on_the_gpu() -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_act_order_model_on_the_gpu(tmp_path: Path, shared: bool) -> None:
-    """With group size 32 a Hopper GPU fuses the norms into the products."""
+    """With group size 32, a Hopper GPU fuses the norms into the GEMMs."""
     for group, width in ((16, 96), (32, 128)):
         config = {**llm_models.QWEN2, "intermediate_size": width}
         path = act_order_files(tmp_path / str(group), config, shared=shared, group=group)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that no caller should pass: every public function raises TypeError or ValueError, and names an argument.
+"""Tests with invalid arguments: every public function raises TypeError or ValueError and names an argument.
 
-A valid call of each function has one or two of its arguments replaced. An error must start with the name of a
-parameter, ``out`` must keep its values, and a call that succeeds must not warn.
+One or two arguments of a valid call are replaced. The error must start with the name of a parameter, ``out`` must keep
+its values, and a call that succeeds must not warn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cupy_awq.tools.demo import SMOLLM2_MLP
 
 F16, F32 = np.float16, np.float32
 SENTINEL = 85
-"""The byte that fills ``out`` before a call."""
+"""The value of the bytes of ``out`` before a call."""
 
 
 class Call(NamedTuple):
@@ -34,8 +34,8 @@ class Call(NamedTuple):
 
     Attributes:
         function: the function.
-        arguments: its positional arguments, by the name that errors must use.
-        options: its keyword arguments.
+        arguments: the positional arguments by the names that errors must use.
+        options: the keyword arguments.
     """
 
     function: Callable[..., Any]
@@ -44,12 +44,12 @@ class Call(NamedTuple):
 
 
 def _out(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return an array for results, filled with the sentinel."""
+    """Return an array for a result, filled with the sentinel."""
     return np.full(shape, SENTINEL, np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
 
 
 def _calls() -> dict[str, Call]:
-    """Return valid calls by the name of their function."""
+    """Return the valid calls by function name."""
     weight = cupy_awq.quantize(np.eye(32, 16, dtype=F32), group_size=16)
     packed = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
     block = cupy_awq.from_packed(weight)
@@ -145,7 +145,7 @@ CALLS = _calls()
 
 
 class Hostile:
-    """An object with the attributes of an array and values of other types."""
+    """An object that has the attributes of an array, with values of other types."""
 
     shape, strides, dtype, ndim, size, nbytes, flags, data = "shape", None, "float16", None, -1, -1, None, None
 
@@ -154,7 +154,7 @@ class Hostile:
 
 
 class Failing:
-    """An array of another library whose protocols fail."""
+    """An array of another library whose protocols raise errors."""
 
     def __dlpack__(self, **_: object) -> None:
         raise RuntimeError("no memory")
@@ -218,17 +218,17 @@ def _changed(value: Any, change: str) -> Any:
 
 
 def _names(call: Call) -> set[str]:
-    """Return the names that an error of a call may start with."""
+    """Return the names with which an error of a call may start."""
     names = {*call.arguments, *call.options}
     if inspect.signature(call.function).parameters.keys() & {"parts"}:
         names |= {"parts[0]", "parts[1]", "weight"}
-    if "w" in names or "x" in names or "m" in names:  # sizes that a layer or a weight contributes
+    if "w" in names or "x" in names or "m" in names:  # A layer or a weight determines sizes that errors name.
         names |= {"weight"}
     return names
 
 
 def check_call(name: str, changes: dict[str, Any]) -> str:
-    """Make a call with some arguments replaced, and check its error; return the error's text, "" if it succeeds."""
+    """Make a call with some arguments replaced, check its error, and return the error's text ("" for success)."""
     call = CALLS[name]
     given_out = changes.get("out", call.options.get("out", call.arguments.get("out")))
     out = given_out.copy() if isinstance(given_out, np.ndarray) and given_out.flags.writeable else given_out
@@ -248,7 +248,7 @@ def check_call(name: str, changes: dict[str, Any]) -> str:
         except (TypeError, ValueError) as error:
             text = str(error)
             shown = f"{type(error).__name__}: {text}"
-    if shown.startswith("CheckpointError: "):  # names the file: a drawn path may exist, such as "/"
+    if shown.startswith("CheckpointError: "):  # The error names the file, as a drawn path may exist, such as "/".
         assert text.startswith(f"{Path(arguments['path'])}: expected "), shown
     elif shown:
         found = re.match(r"([A-Za-z_]+(\[\d+\])?): expected ", text)
@@ -272,7 +272,7 @@ def test_each_argument_replaced_by_each_value_is_an_error_that_names_it(name: st
         for change in CHANGES:
             try:
                 changed = _changed(original, change)
-            except (ValueError, TypeError, IndexError):  # a change that this array does not allow
+            except (ValueError, TypeError, IndexError):  # NumPy does not allow this change for this array.
                 continue
             check_call(name, {key: changed})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant mode: a row of y, a logit and a text have the same bits alone, in any batch and in any chunks."""
+"""Tests of the batch-invariant mode: a row of y has the same bits alone, in any batch and in any chunks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def cancelling(
     scales_dtype: Any = np.float16,
     **options: Any,
 ) -> tuple[np.ndarray, PackedWeight]:
-    """Return a random x [m, k] and weight [k, n] whose products almost cancel, as far as groups come in pairs.
+    """Return random x [m, k] and W [k, n] whose products nearly cancel if groups come in pairs.
 
-    Rounding errors of the float32 sums are then as large as y's last bits, so that the order of additions shows in y.
+    Rounding errors of the float32 sums are then as large as the last bits of y, so y shows the order of additions.
     """
     weight = random_weight(rng, k, n, group_size, dtype=scales_dtype, **options)
     half = k // group_size // 2
@@ -70,7 +70,7 @@ def cancelling(
 
 
 class Product:
-    """A random weight, x and epilogue of a problem, of which `rows` computes y for any rows on a back end."""
+    """A random weight, x and epilogue of a problem; `rows` computes y for any rows of x on a back end."""
 
     def __init__(self, problem: Problem, run: Run, here: device.Device, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -89,7 +89,7 @@ class Product:
         self._problem, self._run, self._here, self._n_out = problem, run, here, n_out
 
     def rows(self, rows: list[int], choice: select.Choice | None = None) -> np.ndarray:
-        """Return the bits of y for some rows of x, in this order; by default with the kernel that `choose` returns."""
+        """Return the bits of y for these rows in this order, by default with the kernel that `choose` returns."""
         x = self.x[rows]
         problem = padded(replace(self._problem, m=len(rows)), WHOLE)
         chosen = choice or select.choose(problem, self._here)
@@ -105,7 +105,7 @@ class Product:
 
 
 def _whole(a: np.ndarray) -> np.ndarray:
-    """Return the same matrix with rows that start at multiples of 16 bytes."""
+    """Return the same matrix with rows that are aligned to 16 bytes."""
     return strided(a, -a.shape[1] % (16 // a.itemsize))
 
 
@@ -114,7 +114,7 @@ def _whole(a: np.ndarray) -> np.ndarray:
 @given(data=st.data())
 @settings(max_examples=4)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int, data: st.DataObject) -> None:
-    """Random problems and batches, with every kernel that may serve some number of rows; only the batch changes."""
+    """Problems and batches are random, with every kernel that serves some M; only the batch changes."""
     is_repacked = arch == 90 and data.draw(st.booleans())
     group_size = data.draw(st.sampled_from([32, 64, 128] if is_repacked else [8, 16, 24, 32, 48, 128]))
     gated = data.draw(st.booleans())
@@ -151,9 +151,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int,
 def results(
     product: Product, problem: Problem, here: device.Device, most: int
 ) -> tuple[dict[Reduction, set[bytes]], set[str]]:
-    """Return all different results of a problem for four reductions, and the names of the kernels.
+    """Return all distinct results of a problem for four reductions, and the names of the kernels.
 
-    Up to ``most`` configurations of each kernel and reduction run.
+    At most ``most`` configurations of each kernel and reduction run.
     """
     found: dict[Reduction, dict[str, list[select.Choice]]] = {}
     for family in select.families(problem).values():
@@ -163,7 +163,7 @@ def results(
             if reduction is not None:
                 choice = select.Choice(problem, family, config, family.plan(config, problem, here))
                 found.setdefault(reduction, {}).setdefault(choice.plan.kernel.entry, []).append(choice)
-    # First the reductions of the most kernels, whose bits must be equal.
+    # Reductions that most kernels implement come first, as their kernels must agree.
     order = sorted(found, key=lambda reduction: -len(found[reduction]))
     some = [*order[:2], *order[2 :: ceil_div(len(order), 2)]]
     rows, different = list(range(problem.m)), {}
@@ -188,7 +188,7 @@ def results(
 def test_all_kernels_with_the_same_reduction_agree(
     backend: str, arch: int, dtype: str, repacked: bool, m: int, kernels: set[str]
 ) -> None:
-    """Every kernel, tile, split-K and number of slices per CTA that a batch-invariant GEMM may use gives equal bits."""
+    """Every kernel, tile, split-K and number of slices per CTA of the mode gives equal bits."""
     here = facts(arch, backend)
     problem = Problem(m, 64, 416, 32, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=True)
     if repacked:
@@ -201,11 +201,11 @@ def test_all_kernels_with_the_same_reduction_agree(
     assert len(found) >= 3
     assert names >= kernels
     assert all(len(some) == 1 for some in found.values())
-    assert len(set().union(*found.values())) > 1  # so the order of additions matters for these values
+    assert len(set().union(*found.values())) > 1  # for these values, the order of additions matters
 
 
 def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m() -> None:
-    """Every architecture, shape, group size and dtype, for M on both sides of each tile size, and for huge M."""
+    """Cover all architectures, group sizes and dtypes, and M on both sides of each tile size."""
     for arch, (k, n), group_size, dtype in itertools.product(
         (60, 75, 89, 90), SHAPES, (32, 128), ("float16", "bfloat16", "float32")
     ):
@@ -247,7 +247,7 @@ def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
     ("repacked", "dtype", "step"), [(False, "bfloat16", 3), (True, "float16", 1), (True, "bfloat16", 3)]
 )
 def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dtype: str, step: int) -> None:
-    """The kernels of sm_90 that `choose` returns, on one weight; for bfloat16, every third number."""
+    """Run the kernels of sm_90 that `choose` returns on one weight; with bfloat16, for every third M."""
     here = facts(90, backend)
     problem = Problem(130, 128, 1536, 128, dtype, layouts=(FRAGMENTS,) if repacked else (AWQ,), batch_invariant=True)
     product = Product(problem, runner(backend), here, 0)
@@ -260,7 +260,7 @@ def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dty
 
 
 def check_rows(multiply: Callable[[Any], Any], x: Any, sizes: Iterable[int], rng: np.random.Generator) -> Any:
-    """Check that rows of x, in batches of these sizes, have the bits of the whole product, and return that product."""
+    """Check that rows of x, in batches of these sizes, have the bits of the whole product; return the product."""
     whole = multiply(x)
     wanted = bits(whole)
     for m in sizes:
@@ -300,7 +300,7 @@ def test_rows_on_the_cpu_have_the_same_bits_in_any_batch(dtype: str, activation:
 def test_rows_on_the_gpu_have_the_same_bits_in_any_batch(
     dtype: str, k: int, n: int, group_size: int, activation: Any
 ) -> None:
-    """`AwqLinear`, `gemm` and plans with 1 to 600 rows."""
+    """Run `AwqLinear`, `gemm` and plans with 1 to 600 rows."""
     rng = np.random.default_rng(n)
     x, weight = cancelling(rng, 600, k, n, group_size, DTYPES[dtype])
     bias = put(rng.standard_normal(n).astype(np.float32) / 64)
@@ -323,13 +323,13 @@ def test_rows_on_the_gpu_have_the_same_bits_in_any_batch(
     ("k", "n", "gated", "m"), [(1024, 512, True, 1), (1024, 512, True, 40), (1536, 256, False, 300)]
 )
 def test_all_kernels_of_a_layer_with_the_same_reduction_agree(dtype: str, k: int, n: int, gated: bool, m: int) -> None:
-    """Gated and residual epilogues, for 1, 40 and 300 rows."""
+    """Run gated layers and layers with a residual, with 1, 40 and 300 rows."""
     here = device.current()
     problem = Problem(m, n, k, 128, dtype, dtype, "packed", "float32", True, "silu" if gated else "gelu")
     problem = replace(problem, gated=gated, layouts=(AWQ, FRAGMENTS)[: 1 + (here.arch == 90)], batch_invariant=True)
     found, _ = results(Product(problem, runner("gpu"), here, m), problem, here, 8)
     assert all(len(some) == 1 for some in found.values())
-    # The order of additions matters for these values, but the few of one row may all round to the same bits.
+    # The order of additions matters, but the few values of a single row may all round to the same bits.
     assert m == 1 or len(set().union(*found.values())) > 1
 
 
@@ -368,7 +368,7 @@ def test_a_layer_reports_copies_and_explains_its_mode(capsys: pytest.CaptureFixt
 
 
 def test_a_choice_of_split_k_by_m_is_caught() -> None:
-    """A planted violation: configurations are filtered by everything but the slices of K."""
+    """The planted bug: configurations are filtered by all fields of a reduction but the slices of K."""
 
     reduction = GemmMma.reduction
 
@@ -376,7 +376,7 @@ def test_a_choice_of_split_k_by_m_is_caught() -> None:
         return reduction(family, config, problem)._replace(slices=())
 
     problem = Problem(40, 256, 1024, 64, "float16", batch_invariant=True)
-    here = replace(device.nominal(80), sm_count=2)  # a device of no other test, whose choices are not cached
+    here = replace(device.nominal(80), sm_count=2)  # No other test uses such a device, so its choices are not cached.
     with mock.patch.object(GemmMma, "reduction", by_m):
         product = Product(problem, runner("latest"), here, 0)
         alone, batch = product.rows([3]), product.rows(list(range(40)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark: its figures, text and plot, and on a GPU that it measures the time of the work."""
+"""Tests of the benchmark: its figures, text and plot, and on a GPU that it measures the time of the work."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "CPU_SECONDS", 0.0)
 
 
-# Figures
+# Figures.
 
 
 def test_figures_of_a_row() -> None:
     found = row()
-    assert found.gbs == 1000.0  # 10 MB in 10 us
+    assert found.gbs == 1000.0  # The row moves 10 MB in 10 us.
     assert found.tflops == pytest.approx(2 * 16 * 4096 * 4096 / 10e-6 / 1e12)
     assert found.over_roofline == 2.0
     assert found.over_fp16 == 2.0
@@ -67,7 +67,7 @@ def test_rows_survive_json_and_stay_consistent(sizes: tuple[int, ...], times: tu
     assert (read["over_fp16"] is None) == (read["other_us"]["fp16"] is None)
 
 
-# Times on the CPU
+# Times on the CPU.
 
 
 def test_time_on_the_cpu_is_that_of_one_call() -> None:
@@ -118,7 +118,7 @@ def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture
     assert (only["roofline_us"], only["other_us"]) == (None, {"fp16": None})
 
 
-# What is printed and drawn
+# Output: tables and the plot.
 
 
 def test_text_says_what_is_measured_and_what_nominal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_text_says_what_is_measured_and_what_nominal(monkeypatch: pytest.MonkeyP
 
 
 def test_nominal_rates_are_those_of_data_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Boost clocks in MHz and dense float16 tensor rates that the makers state.
+    # The manufacturers' boost clocks in MHz and dense float16 tensor-core rates in TFLOP/s.
     sheets = {70: (1530, 125), 75: (1590, 65), 80: (1410, 312), 90: (1830, 989), 89: (2520, 330)}
     for arch, (mhz, tflops) in sheets.items():
         facts = bench.devices.nominal(arch)
@@ -181,7 +181,7 @@ def test_plot_without_matplotlib_fails_before_the_work(
     assert capsys.readouterr().err == "cupy_awq: error: --plot needs matplotlib: pip install cupy-awq[plot]\n"
 
 
-# On a GPU
+# Times on a GPU.
 
 
 @pytest.mark.gpu
@@ -197,10 +197,10 @@ def test_time_on_the_gpu_is_that_of_the_work_and_not_of_the_host() -> None:
         us = timing.on_gpu([lambda: cupy.copyto(target[:n], source[:n])], graph=graph)
         return 2 * n * 4 / us / 1e3
 
-    # Other tests use the same GPU at the same time, so the best of some measurements counts.
+    # Other tests may use the GPU at the same time, so the best of several measurements counts.
     for graph in (True, False):
         assert 0.5 * nominal < max(gbs(256, graph) for _ in range(8)) < nominal
-    # An element-wise kernel takes the host several times longer to launch than the GPU to run.
+    # Launching an element-wise kernel takes the host several times longer than running it takes the GPU.
     tiny = cupy.zeros(8, cupy.float32)
     assert min(timing.on_gpu([lambda: cupy.add(tiny, 1, out=tiny)], graph=False) for _ in range(8)) < 5
 

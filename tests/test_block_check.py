@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad arguments of the operations on block-quantized weights: each error names the argument and what it expected."""
+"""Tests of invalid arguments of operations on block-quantized weights: each error names the argument."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_conv2d_int8_refuses_scales_and_biases_that_would_give_silent_zeros(chan
 
 
 def test_infinite_and_nan_elements_do_not_warn() -> None:
-    """An infinity is as quiet as in `gemm`; pytest raises the package's warnings as errors."""
+    """As in `gemm`, an infinity gives no warning; pytest turns the package's warnings into errors."""
     weight = BlockQuantizedWeight(np.full((8, 1, 1, 8), 9, np.uint8), np.ones((8, 2), F32), np.ones((8, 2), F32))
     for value in (np.inf, -np.inf, np.nan, 3e38):
         x = np.full((3, 8), value, F32)

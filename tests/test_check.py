@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: the summaries it returns, and the exact message of every error."""
+"""Tests of validation: the results of valid calls, and the exact message of every error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 
 class OnGpu:
-    """A stand-in for a CuPy array with the attributes that validation may read."""
+    """A stand-in for a CuPy array that has only the attributes that validation may read."""
 
     def __init__(self, a: np.ndarray, device: int = 0) -> None:
         self.shape, self.dtype, self.strides, self.ndim = a.shape, a.dtype, a.strides, a.ndim
@@ -38,7 +38,7 @@ OnGpu.__module__ = "cupy"
 
 
 class Foreign:
-    """An array of another library that supports DLPack only."""
+    """An array of another library that supports only DLPack."""
 
     def __init__(self, device: tuple[int, int]) -> None:
         self.device = device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cupy_awq.load`: supported checkpoints, lazy and copy-free reading, and the checkpoint in the package."""
+"""Tests of `cupy_awq.load`: supported files, lazy reading without copies, and the checkpoint in the package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, modu
 
 
 def assert_right(layer: Any, tensors: Tensors, name: str) -> None:
-    """Check a layer against the tensors that were written to the file, not against the loaded weight."""
+    """Check a layer against the tensors that were written to the file, not against the layer's own weight."""
     weight = cupy_awq.PackedWeight(*(tensors.get(f"{name}.{part}") for part in ("qweight", "scales", "qzeros")))
     x = testing.random_activations(np.random.default_rng(1), 3, weight.shape[0])
     assert isinstance(layer, AwqLinear)
@@ -178,7 +178,7 @@ def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
 
 def test_tensor_larger_than_memory_loads_because_nothing_is_read(tmp_path: Path) -> None:
     k, words = 1 << 20, 1 << 14
-    nbytes = 4 * k * words  # 64 GiB in a sparse file
+    nbytes = 4 * k * words  # The file is sparse, of 64 GiB.
     scales = 2 * 8 * words
     header = {
         "a.qweight": entry("I32", (k, words), (0, nbytes)),
@@ -260,7 +260,7 @@ def test_shipped_folder_names_its_origin_and_license() -> None:
     assert re.search(r"SmolLM2-135M-Instruct.*HuggingFaceTB.*Apache License, Version 2\.0", notice, re.DOTALL)
 
 
-# On a GPU.
+# Loading onto a GPU.
 
 
 @pytest.mark.gpu

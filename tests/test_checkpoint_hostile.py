@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and inconsistent checkpoints: each raises one CheckpointError that names the file and the tensor."""
+"""Tests of damaged and inconsistent checkpoints: each raises one CheckpointError with the file and the tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, modu
 
 
 def refused(path: Path, *fragments: str) -> None:
-    """Check that `load` raises a CheckpointError of one line with the path and all fragments."""
+    """Check that `load` raises a CheckpointError of one line that contains the path and all fragments."""
     with pytest.raises(CheckpointError) as caught:
         load(path, device="cpu")
     message = str(caught.value)

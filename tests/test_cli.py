@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: the output of each command, and one line with exit code 2 for every mistake."""
+"""Tests of the command line: the output of each command, and one line with exit code 2 for every mistake."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the one line that a command with a mistake prints."""
+    """Run a command that contains a mistake and return the one line that it prints."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     *progress, line = captured.err.splitlines()
@@ -68,7 +68,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-# Processes.
+# Commands in processes of their own.
 
 
 def test_mistake_in_a_process_is_one_line_and_exit_code_2() -> None:
@@ -253,7 +253,7 @@ def test_memory_that_does_not_suffice_is_one_line(
     assert mistake(capsys, "bench", "128x8") == "cupy_awq: error: MemoryError"
 
 
-# demo
+# The command demo.
 
 
 def test_demo_json_has_every_layer_at_every_m_with_a_small_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +316,7 @@ def test_line_breaks_in_names_cannot_split_the_message(tmp_path: Path, capsys: p
     assert "no where" in mistake(capsys, "info", "no\nwhere") or "no\\nwhere" in mistake(capsys, "info", "no\nwhere")
 
 
-# explain and compile
+# The commands explain and compile.
 
 
 def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,7 +354,7 @@ def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.Monkey
     assert seen == [(["80", "90a"], False), (["90a"], True)]
 
 
-# Tables
+# Tables.
 
 
 @pytest.mark.parametrize(

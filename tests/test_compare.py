@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with other libraries, tests/peers/compare.py: what of it needs no GPU."""
+"""Tests of the parts of tests/peers/compare.py, the comparison with other libraries, that need no GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_part_of_the_range_has_a_number_of_rows(seed: int) -> None:
 
 
 def test_a_plain_read_reads_all_and_writes_all() -> None:
-    """The threads' sums together are the sum of all words, so each word was read an odd number of times."""
+    """The threads' XORs together are the XOR of all words, so each word was read an odd number of times."""
     rng = np.random.default_rng(0)
     weight, x = (rng.integers(0, 1 << 32, 4 * vectors, dtype=np.uint32) for vectors in (1021, 77))
     threads = 2 * 1024
@@ -56,7 +56,7 @@ def test_a_plain_read_reads_all_and_writes_all() -> None:
 
 
 def test_medians_are_per_graph_and_per_call() -> None:
-    """Replays are queued: no event is waited for between the first warm replay and the last timed one."""
+    """No event is waited for between the first warm-up replay and the last timed one: replays are queued."""
     now, order = [0.0], []
     durations = {0: itertools.cycle([2.0, 2.0, 50.0]), 1: itertools.cycle([30.0])}
 
@@ -89,7 +89,7 @@ def test_a_sample_of_cells_has_every_number_of_rows() -> None:
 
 
 def run_of(ours: dict[tuple[int, int, int], float], **changes: Any) -> dict[str, Any]:
-    """Return a run in which Marlin takes 12 us, cuBLAS 10 us, a plain read 6 us and the roofline is 4 us."""
+    """Return a run in which Marlin takes 12 us, cuBLAS 10 us and a plain read 6 us, with a roofline of 4 us."""
     rows = []
     for (k, n, m), us in ours.items():
         for peer, time in {"ours": us, "marlin": 12.0, "fp16_tn": 10.0, "machete": 1.0}.items():
@@ -101,7 +101,7 @@ def run_of(ours: dict[tuple[int, int, int], float], **changes: Any) -> dict[str,
 
 
 def test_summary_by_range_of_rows() -> None:
-    """Machete's wrong results do not count, and a cell with more arithmetic than reading is bounded by the latter."""
+    """Machete's wrong results do not count; a cell with more arithmetic than reading is bounded by arithmetic."""
     run = run_of({(4096, 4096, 1): 5.0, (128, 64, 16): 20.0, (4096, 4096, 200): 10.4})
     next(row for row in run["rows"] if row["m"] == 200 and row["peer"] == "arithmetic")["us"] = 8.0
     comparison = Comparison(run)
@@ -126,7 +126,7 @@ def test_first_choices_are_summarized() -> None:
 
 
 def test_a_cut_off_run_is_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A run without peers and without first choices has no such table."""
+    """A run that ended early, without peers or first choices, omits the tables about them."""
     run = run_of({(128, 64, 1): 6.0})
     run["rows"] = [row for row in run["rows"] if row["peer"] in ("ours", "roof")]
     (tmp_path / "tables").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources, compilation and its cache, with no GPU; launches with one."""
+"""Tests of sources, compilation and its cache without a GPU, and of launches with one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KERNEL = Kernel("scale.cu", "scale", (("FACTOR", 3),), "80")
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source folder with one kernel and one header, and an empty cache."""
+    """Return a folder of sources with one kernel and one header, and make an empty cache current."""
     (tmp_path / "scale.cu").write_text(SCALE)
     (tmp_path / "factor.cuh").write_text(FACTOR)
     monkeypatch.setattr(sources, "folder", lambda: tmp_path)
@@ -48,7 +48,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The targets of NVRTC's compilations, as they happen."""
+    """Return the list of targets to which each compilation by NVRTC is added."""
     seen: list[str] = []
     real = compiler._compile
 
@@ -64,7 +64,7 @@ def test_closure_follows_includes_once(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text('#include "b.cuh"\n  #  include "ptx/c.cuh"\n#include <d>\n')
     (tmp_path / "b.cuh").write_text('#include "ptx/c.cuh"\n')
     (tmp_path / "ptx").mkdir()
-    (tmp_path / "ptx" / "c.cuh").write_text('#include "b.cuh"\n')  # a cycle, which #pragma once makes legal
+    (tmp_path / "ptx" / "c.cuh").write_text('#include "b.cuh"\n')  # The include cycle is legal because of #pragma once.
     assert list(sources.include_closure("a.cu", tmp_path)) == ["a.cu", "b.cuh", "ptx/c.cuh"]
 
 
@@ -202,7 +202,7 @@ def _fill_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _deny_reads(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every access fail, as in a folder of another user with mode 0700."""
+    """Let every access fail, as in another user's folder with mode 0700."""
 
     def denied(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -234,7 +234,7 @@ def test_a_cache_folder_that_cannot_be_used_costs_one_warning(
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root to become another user")
 def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) -> None:
-    """A container image is built as root and run as another user, with a home that may not exist."""
+    """A container image is often built as root and run as another user, whose home may not exist."""
     script = (
         "import os, sys, warnings\n"
         "from cupy_awq.kernels import select\n"
@@ -243,7 +243,7 @@ def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) ->
         "kernel = select.choose(Problem(1, 256, 256, 128), device.nominal(80)).plan.kernel\n"
         "warnings.simplefilter('always')\n"
         "os.umask(0o022)\n"
-        # The installation may lie where the other user cannot read: read the sources and run NVRTC before.
+        # The other user may lack access to the installation, so read the sources and run NVRTC before the switch.
         "texts = sources.include_closure(kernel.source)\n"
         "sources.include_closure = lambda source: texts\n"
         "real, results = compile._compile, []\n"
@@ -272,7 +272,7 @@ def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) ->
     assert run() == ("True", 0)
     assert run("other") == ("False", 0)
     for path in folder.iterdir():
-        path.chmod(0o600)  # as older versions left them
+        path.chmod(0o600)  # Older versions wrote files that only their owner can read.
     assert run("other") == ("True", 1)
     assert run("other", "homeless") == ("True", 1)
 
@@ -336,7 +336,7 @@ def test_ptx_is_the_text_for_the_plan(root: Path) -> None:
 
 @pytest.mark.parametrize("arch", [60, 75, 80, 90])
 def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
-    """Whatever the selection may pick for a common layer is compiled ahead."""
+    """The command compiles every kernel that selection may choose for a common layer."""
     listed, invariant = (set(compile_all.kernels(arch, flag)) for flag in (False, True))
     assert listed < invariant
     facts = device.nominal(arch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of convolutions, run from their launch plans on the simulator and on the GPU."""
+"""Tests of the convolution kernels, run from their launch plans on the simulator and on the GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIMT = (CONV2D_SIMT, SimtConfig())
 
 
 def pixels(rng: np.random.Generator, sizes: ConvolutionSizes, dtype: Any, padded: int = 0) -> np.ndarray:
-    """Return random x [batch, height, width, channels], padded with ``padded`` channels of zeros."""
+    """Return random x [batch, height, width, channels], stored with zeros up to ``padded`` channels."""
     channels = sizes.channels * sizes.groups
     x = np.zeros((sizes.batch, sizes.height, sizes.width, channels + padded), dtype)
     x[..., :channels] = rng.standard_normal((*x.shape[:3], channels))
@@ -50,9 +50,9 @@ def pixels(rng: np.random.Generator, sizes: ConvolutionSizes, dtype: Any, padded
 
 
 def convolution_shape(sizes: ConvolutionSizes) -> ConvolutionShape:
-    """Return the validated form of a kernel's sizes, in NHWC."""
+    """Return the validated sizes of a convolution in NHWC."""
     s = sizes
-    # Padding at the end gives the requested output size.
+    # The padding at the end is such that the output has the requested size.
     bottom = (s.out_h - 1) * s.stride_h + s.dilation_h * (s.kernel_h - 1) + 1 - s.height - s.pad_h
     right = (s.out_w - 1) * s.stride_w + s.dilation_w * (s.kernel_w - 1) + 1 - s.width - s.pad_w
     return ConvolutionShape(
@@ -74,7 +74,7 @@ def convolution_shape(sizes: ConvolutionSizes) -> ConvolutionShape:
 def check_convolution(
     backend: str, problem: Convolution, family: AnyFamily, config: Config, gpu: device.Device, seed: int
 ) -> None:
-    """Launch one configuration over random data, with NaN where it must write, and compare it with float64."""
+    """Launch one configuration on random data, with NaN wherever it must write, and compare with float64."""
     rng = np.random.default_rng(seed)
     sizes, dtype = problem.sizes, DTYPES[problem.dtype]
     shape = sizes.outputs * sizes.groups, sizes.kernel_h, sizes.kernel_w, sizes.channels
@@ -104,13 +104,13 @@ def check_convolution(
     wanted = Activation(problem.activation, problem.limits)(wanted)
     got = (y if problem.nhwc else y.transpose(0, 2, 3, 1)).astype(np.float64)
     eps = float(ml_dtypes.finfo(dtype).eps)
-    # A weight that is rounded through float32 may differ in its last bit.
+    # Weights rounded to float32 first may differ in the last bit.
     np.testing.assert_allclose(got, wanted, rtol=eps, atol=3e-6 + (eps / 4 if rounds_weights else 0))
     assert not buffers["counters"].any()
 
 
 def with_strides(sizes: ConvolutionSizes, **options: Any) -> Convolution:
-    """Return a convolution over contiguous NHWC x; with one group, channels are padded to a multiple of 8."""
+    """Return a convolution of contiguous NHWC x; with one group, its channels are padded to a multiple of 8."""
     channels = sizes.channels * sizes.groups
     padded = -(-channels // 8) * 8 if sizes.groups == 1 else channels
     strides = sizes.height * sizes.width * padded, sizes.width * padded, padded, 1
@@ -122,7 +122,7 @@ def with_strides(sizes: ConvolutionSizes, **options: Any) -> Convolution:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None:
-    """3x3 with padding, whose last tiles are partly empty in pixels, outputs and K; K whole and split in two."""
+    """Filters are 3x3, and the last tiles are partly empty in pixels, outputs and K; K is whole or split in two."""
     sizes = ConvolutionSizes(2, 9, 9, 24, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1)
     problem = with_strides(sizes, block_size=16, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(arch, backend)
@@ -137,7 +137,7 @@ def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
-    """Channels that are no multiple of 8, strides, dilations, paddings, groups, 1x1, one pixel, both layouts of y."""
+    """Draw channels (not only multiples of 8), strides, dilations, paddings, groups, filters, layouts of y."""
     draw = data.draw
     tensor = arch >= 80 and draw(st.booleans())
     groups = draw(st.sampled_from([1, 1, 2, 3]))
@@ -202,20 +202,20 @@ ON_HOPPER = pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @ON_HOPPER
 @pytest.mark.parametrize(("kernel", "bits", "dtype"), [(3, 4, "float16"), (1, 8, "bfloat16")])
 def test_every_sm90_tile(backend: str, kernel: int, bits: int, dtype: str) -> None:
-    """Images whose last tiles are partly empty in pixels, outputs and channels; K whole and split."""
+    """The last tiles of the images are partly empty in pixels, outputs and channels; K is whole or split."""
     sizes = ConvolutionSizes(2, 9, 9, 72, 136, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
     found = CONV2D_SM90.configs(problem, here)
     assert {c.pixels for c in found} == set(conv2d_sm90.PIXELS)
     assert {(c.wg_co, c.wg_px) for c in found} == {(1, 1), (2, 1)}
-    # Half of them with K whole, half of them with K split in two.
+    # Half of the configurations have K whole, the other half K split in two.
     for config in [c for c in found if c.split_k == (c.pixels // 8 + c.wg_co) % 2 + 1]:
         check_convolution(backend, problem, CONV2D_SM90, config, here, seed=kernel)
 
 
 def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **options: Any) -> Convolution:
-    """Draw channels that do not fill a chunk, blocks that straddle chunks, strides, dilations and paddings."""
+    """Draw a problem; channels may not fill a chunk, and blocks may straddle chunks."""
     channels = draw(st.sampled_from([16, 24, 63, 64, 80, 130]))
     kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
@@ -241,7 +241,7 @@ def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
-    """Any size, both layouts of y."""
+    """Draw any size and both layouts of y."""
     draw = data.draw
     nhwc, y_aligned = draw(st.booleans()), draw(st.booleans())
     problem = draw_sm90_problem(draw, 11, [1, 8, 60, 64, 70, 200], 3, nhwc=nhwc, y_aligned=y_aligned)
@@ -254,7 +254,7 @@ def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
 @ON_HOPPER
 @pytest.mark.parametrize("size", [(2, 1), (2, 2), (3, 2)])
 def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int, int]) -> None:
-    """The pixels of all images do not form one row: skipped rows lie between them."""
+    """The pixels of all images do not form one row, because rows are skipped between them."""
     sizes = ConvolutionSizes(3, *size, 16, 8, 1, 1, 1, 1, size[1], stride_h=size[0])
     problem = with_strides(sizes, block_size=16, bits=4, weight_offset=False, dtype="float16")
     here = facts(90, backend)
@@ -308,7 +308,7 @@ def test_many_pixels_are_for_conv2d_sm90_large() -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 9])
 @pytest.mark.parametrize("shape", [(4, 300, 300, 3, 3), (2, 1, 8192, 1, 8), (4, 50, 2100, 1, 1)])
 def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
-    """The boxes of a tensor map span at most 256 pixels, with strides of at most 8."""
+    """A box of a tensor map spans at most 256 pixels, with strides of at most 8."""
     batch, height, width, *kernel = shape
     out = [(size - taps) // stride + 1 for size, taps in zip((height, width), kernel, strict=True)]
     sizes = ConvolutionSizes(batch, height, width, 64, 64, 1, *kernel, *out, stride, stride)
@@ -327,7 +327,7 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("arch", [75, 80, 90])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
-    """It is read with stride 1, unless some outputs lie in the padding behind the image."""
+    """The kernel reads x with stride 1, unless some outputs lie in the padding at the end of the image."""
     out = (5, 3) if after == 0 else (6, 4)
     sizes = ConvolutionSizes(2, 9, 8, 16, 8, 1, 1, 1, *out, stride_h=2, stride_w=3)
     problem = with_strides(sizes, block_size=16, bits=4, weight_offset=True, dtype="float16")
@@ -348,7 +348,7 @@ def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
 
 
 def test_the_stride_of_a_batch_of_one_is_never_0() -> None:
-    """x[None] has a stride of 0, which a tensor map does not accept."""
+    """x[None] has a batch stride of 0, which tensor maps do not accept."""
     x = np.zeros((5, 6, 8), np.float16)
     assert x_strides(x[None], True) == (240, 48, 8, 1)
     assert x_strides(x[None], False) == (240, 8, 1, 48)

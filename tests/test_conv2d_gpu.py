@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions on the GPU through the public functions, against those on the CPU."""
+"""Tests of convolutions on the GPU by the public functions, against those on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F32 = np.float32
 @pytest.mark.parametrize("shape", [(3, 16, 7, 1), (64, 72, 3, 1), (32, 32, 3, 32), (48, 40, 1, 2), (64, 72, 1, 1)])
 @pytest.mark.parametrize("side", [13, 50])
 def test_conv2d_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...], side: int) -> None:
-    """Images that tensor cores read, images copied for them, and images for CUDA cores; few and many pixels."""
+    """Cover images that tensor cores read as they are, images that are copied first, and images for CUDA cores."""
     import cupy
 
     ci, co, kernel, groups = shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernels of convolutions with many pixels: conv2d_sm90_large, and 1x1 filters as a GEMM."""
+"""Tests of the Hopper kernels of convolutions with many pixels: conv2d_sm90_large, and 1x1 filters as GEMMs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_kernels import DTYPES, facts
 @ON_HOPPER
 @pytest.mark.parametrize(("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")])
 def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: str) -> None:
-    """Images whose last tiles are partly empty in pixels, outputs and channels; K whole and split."""
+    """The last tiles of the images are partly empty in pixels, outputs and channels; K is whole or split."""
     sizes = ConvolutionSizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
@@ -33,7 +33,7 @@ def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: s
     two = (1, 2) if outputs == 64 else (2, 1)
     assert forms >= {(1, 1, 2), (*two, 1), (*two, 2)}
     assert ((3, 1, 1) in forms, (4, 1, 1) in forms) == ((False, True) if outputs == 200 else (False, False))
-    # The simulator runs every fifth configuration.
+    # The simulator takes seconds per configuration, so it runs every fifth one.
     for config in found if backend == "gpu" else found[outputs % 5 :: 5]:
         check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=kernel)
 
@@ -41,7 +41,7 @@ def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: s
 @ON_HOPPER
 @pytest.mark.parametrize("outputs", [136, 144, 256])
 def test_three_and_four_warpgroups_along_outputs(backend: str, outputs: int) -> None:
-    """Three warpgroups take the three tiles of at most 192 outputs, four all tiles that are stored."""
+    """Three warpgroups take the three tiles of up to 192 outputs; four take all tiles that are stored."""
     sizes = ConvolutionSizes(3, 9, 9, 24, outputs, 1, 1, 1, 9, 9)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16", bias_dtype="float32")
     here = replace(facts(90, backend), sm_count=2)
@@ -55,7 +55,7 @@ def test_three_and_four_warpgroups_along_outputs(backend: str, outputs: int) -> 
 @pytest.mark.parametrize("stride", [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("pad", [0, 1, 2])
 def test_boxes_for_all_taps_of_a_strided_convolution(backend: str, stride: tuple[int, int], pad: int) -> None:
-    """Odd and even sizes, with taps that reach one and two pixels beyond the image; K whole and split."""
+    """Sizes are odd and even, and taps reach one and two pixels beyond the image; K is whole or split."""
     dilation = 1 + pad % 2
     out = [(size + 2 * pad - 2 * dilation - 1) // step + 1 for size, step in zip((17, 20), stride, strict=True)]
     sizes = ConvolutionSizes(1, 17, 20, 130, 72, 1, 3, 3, *out, *stride, pad, pad, dilation, dilation)
@@ -80,7 +80,7 @@ def test_a_stride_of_3_needs_a_box_for_each_tap() -> None:
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_sm90_large_convolution(backend: str, data: st.DataObject) -> None:
-    """Any size; more tiles than CTAs."""
+    """Draw any size, also with more tiles than CTAs."""
     draw = data.draw
     problem = draw_sm90_problem(draw, 20, [8, 64, 72, 200], 5)
     here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
@@ -92,7 +92,7 @@ def test_any_sm90_large_convolution(backend: str, data: st.DataObject) -> None:
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_pointwise_convolution_as_a_gemm(backend: str, data: st.DataObject) -> None:
-    """Odd numbers of pixels, outputs and k tiles; every block size; padding between the pixels of x."""
+    """Draw odd numbers of pixels, outputs and k tiles, every block size, and padding between pixels of x."""
     draw = data.draw
     batch, height, width = draw(st.integers(1, 3)), draw(st.integers(6, 9)), draw(st.integers(6, 9))
     channels, outputs = 64 * draw(st.integers(1, 5)), draw(st.sampled_from([8, 64, 72, 136, 200]))

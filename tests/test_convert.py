@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``convert`` and GGUF files: equal weights, models of equal logits and tokens, and clear refusals."""
+"""Tests of the command ``convert`` and of GGUF files: equal weights, logits and tokens, and clear refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDS = [5, 17, 256, 9, 100, 33]
 
 
 def dense(module: Module | Tensor) -> Array:
-    """W [K, N] of a module in float64, or the values of a tensor."""
+    """Return the weight W [K, N] of a module in float64, or the values of a tensor."""
     if isinstance(module, Tensor):
         return module.array.astype(np.float64)
     weight = module.weight
@@ -51,7 +51,7 @@ def dense(module: Module | Tensor) -> Array:
 
 
 def fits_gguf(w: Packed) -> bool:
-    """Whether float16 holds the scales, and the products of scales and zero points unless all of those are 8."""
+    """Return whether float16 holds the scales and, unless all zero points are 8, their products with zero points."""
     scales = w.scales.astype(np.float64)
     values = [scales] if w.is_symmetric else [scales, scales * w.zeros]
     with np.errstate(over="ignore"):
@@ -61,7 +61,7 @@ def fits_gguf(w: Packed) -> bool:
 @given(w=weights((32, 64, 96)), data=st.data())
 def test_gguf_files_hold_equal_weights(w: Packed, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["gptq", "mlx", "short scales"]))
-    if kind == "short scales":  # seven bits: their products with zero points are exact in float16
+    if kind == "short scales":  # Scales of seven bits have exact products with zero points in float16.
         short = np.asarray(w.scales, np.float16).view(np.uint16) & np.uint16(0xFFF0)
         w = Packed(w.codes, w.zeros, short.view(np.float16), w.group_size, w.g_idx)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def test_gguf_files_hold_equal_weights(w: Packed, data: st.DataObject) -> None:
 
 
 def model_folder(path: Path, config: dict[str, Any], group: int = 32) -> Path:
-    """A folder of a model whose weights GGUF can hold: scales of seven bits."""
+    """Write a folder of a model whose scales have seven bits, so that GGUF can represent its weights."""
     llm_models.folder(path, config, group)
     tensors = load_file(path / "model.safetensors")
     for name, array in tensors.items():
@@ -312,7 +312,8 @@ def test_a_conversion_creates_folders_and_follows_a_link(tmp_path: Path) -> None
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     one_module(tmp_path / "in", 16)
     (tmp_path / "in" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="checkpoint_format"):  # the version is ambiguous without it
+    # Without checkpoint_format, the version of GPTQ is ambiguous.
+    with pytest.raises(CheckpointError, match="checkpoint_format"):
         convert(str(tmp_path / "in"), tmp_path / "out", "autoawq")
     one_module(tmp_path / "in", 16, order=True)
     with pytest.raises(ValueError, match="expected no activation order for autoawq"):

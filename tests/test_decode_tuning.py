@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations for decode steps: the search, the layers of a model that it runs, and the table that it writes."""
+"""Tests of tuned configurations for decode steps: the search, the layers that it runs, and the table it writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIRST, SECOND, THIRD = SOME[:3]
 
 
 def timers(costs: dict[tuple[str, Candidate], float], bonus: set[tuple[str, Candidate]]) -> Callable[..., Callable]:
-    """Return the ``make_timer`` of a step that takes the sum of the costs, and 6 us less with all of ``bonus``."""
+    """Return the ``make_timer`` of a step that takes the sum of the costs, less 6 us with all of ``bonus``."""
 
     def make_timer(chosen: Mapping[str, Candidate]) -> Callable[[], float]:
         us = sum(costs[choice] for choice in chosen.items())
@@ -46,7 +46,7 @@ def timers(costs: dict[tuple[str, Candidate], float], bonus: set[tuple[str, Cand
 
 
 def test_each_shape_is_searched_and_then_pairs_of_neighbours() -> None:
-    """Alone, the first configurations of a and b are the fastest; together, the third ones are."""
+    """Alone, the first configurations of a and b are fastest; together, their third ones are."""
     costs = {("a", FIRST): 1.0, ("a", SECOND): 2.0, ("a", THIRD): 3.0}
     costs |= {("b", FIRST): 1.0, ("b", SECOND): 2.0, ("b", THIRD): 4.0, ("c", FIRST): 5.0, ("c", SECOND): 2.0}
     make_timer = timers(costs, {("a", THIRD), ("b", THIRD)})
@@ -99,7 +99,7 @@ def test_the_first_layers_of_a_model_are_a_model(tmp_path: Path) -> None:
 
 
 class FakeStream:
-    """A stream on which launches take no time, but graphs the sum of the ``cost`` of their launches."""
+    """A stream on which launches take no time, and a graph takes the sum of the ``cost`` of its launches."""
 
     def __init__(self, cost: Callable[[LaunchPlan], float]) -> None:
         self.cost, self.us, self.graph = cost, 0.0, None
@@ -129,7 +129,7 @@ class FakeStream:
 def test_the_command_stores_the_fastest_configurations(
     tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:
-    """Here those whose split-K factor is 2; kernels are launched on a stream that only counts the time."""
+    """Configurations with a split-K factor of 2 are the fastest; the stream only counts times."""
 
     def cost(plan: LaunchPlan) -> float:
         defines = dict(plan.kernel.defines)
@@ -157,7 +157,8 @@ def test_the_command_stores_the_fastest_configurations(
         "cupy_awq.runtime.workspace.allocate_zeros": lambda nbytes: np.zeros(nbytes, np.uint8),
         "cupy_awq.runtime.workspace.workspace_address": lambda index, stream: 0,
         "cupy_awq.linear.repack": lambda weight: RepackedWeight(weight, np.empty(1, np.uint8), 0, False),
-        "cupy_awq.ops.repack.RepackedWeight.without_original": lambda weight: weight,  # unfused GEMMs run in NumPy
+        # GEMMs that are not fused run in NumPy and need the AWQ tensors.
+        "cupy_awq.ops.repack.RepackedWeight.without_original": lambda weight: weight,
         "cupy_awq.tools.autotune.build_kernels": lambda plans: None,
     }.items():
         monkeypatch.setattr(name, value)
@@ -204,7 +205,7 @@ def test_arguments_that_do_not_fit_a_model_are_refused(
 def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:
-    """The user's table first has the slowest configurations, so that faster ones are found."""
+    """The user's table starts with the slowest configurations, so that faster ones are found."""
     if is_random:
         name, whole = "tiny", bench_llm.SHAPES["qwen3-0.6b"]
         monkeypatch.setitem(bench_llm.SHAPES, name, replace(whole, layers=whole.layers[:6]))

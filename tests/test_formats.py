@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of every format: vectors that the formats' own packers wrote, round trips, and refusals."""
+"""Tests of checkpoints of every format: vectors by the formats' own packers, round trips, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def array_of(dtype: str, shape: list[int], offset: int) -> Array:
 
 
 def dense(module: Module) -> Array:
-    """W [K, N] of a module, its rows in the order of the file."""
+    """Return the weight W [K, N] of a module, with the rows in the order of the file."""
     weight = module.weight
     values = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     if module.order is None:
@@ -49,7 +49,7 @@ def dense(module: Module) -> Array:
 
 
 def saved(tmp_path: Path, case: dict[str, Any]) -> Path:
-    """The files of a case: module "m" in a folder with its configuration, or in a file of llm-awq."""
+    """Write the files of a case and return their path: module "m" in a folder, or in a file of llm-awq."""
     tensors = {f"m.{name}": array_of(*where) for name, where in case["tensors"].items()}
     if case["format"] == "llm-awq-v2":
         return save_torch(tmp_path / "model-v2.pt", tensors)
@@ -82,7 +82,7 @@ def test_modules_of_the_original_packers_dequantize_exactly(tmp_path: Path, numb
 
 
 def assert_reads(tensors: dict[str, Array], config: dict[str, Any], wanted: Array, key: str = "m") -> Module:
-    """A folder with this module gives this dense weight, and the spec tells the truth."""
+    """Check that a folder with this module gives this dense weight, and that the module's spec is right."""
     with tempfile.TemporaryDirectory() as folder:
         path = save_folder(Path(folder), {f"m.{name}": array for name, array in tensors.items()}, config)
         contents = read(path)
@@ -244,7 +244,7 @@ def some_weight(group_size: int = 16, k: int = 64, n: int = 16, seed: int = 0) -
     return Packed(codes, zeros, scales, group_size, np.arange(k, dtype=np.int32) // group_size)
 
 
-# Experts.
+# Experts of mixture-of-experts models.
 
 
 def test_fused_experts_are_read_and_stacked_one_by_one(tmp_path: Path) -> None:

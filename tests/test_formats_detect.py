@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which format a checkpoint has: configurations of all ages, and files without one."""
+"""Tests of the detection of formats: configurations of old and new versions, and files without one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts under every name that writers give them: one module per expert, and routers as plain tensors."""
+"""Tests of experts under every name that writers use: one module per expert, and routers as plain tensors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_fused_tensors_without_a_dot_are_those_of_a_module(tmp_path: Path, monke
 
 
 def test_a_list_of_modules_that_are_not_converted_is_not_evaluated(tmp_path: Path) -> None:
-    """AutoAWQ excludes the router of Mixtral as "gate", which is also a part of "gate_proj"."""
+    """AutoAWQ excludes Mixtral's router as "gate", which is also a part of "gate_proj"."""
     tensors = {
         f"{LAYER}.mlp.experts.{expert}.gate_proj.{part}": array
         for expert, w in enumerate(WEIGHTS)

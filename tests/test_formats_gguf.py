@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files as checkpoints: 4-bit types stay packed, all others have the values of the package gguf."""
+"""Tests of GGUF checkpoints: 4-bit types stay packed, others have the values of the package gguf."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> Array:
-    """Rows of random blocks whose scales are small finite numbers."""
+    """Return rows of random blocks whose scales are small finite numbers."""
     _, values, size = next(entry for entry in gguf_file.TYPES.values() if entry[0] == kind)
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
@@ -45,7 +45,7 @@ def values_of(data: Array, kind: str) -> Array:
 
 
 def write(path: Path, tensors: dict[str, tuple[str, Array]], **metadata: int) -> Path:
-    """A GGUF file of blocks, or of float32 values under the kind "F32"."""
+    """Write a GGUF file of blocks, or of float32 values for the kind "F32", and return its path."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         writer.add_uint32(f"llama.{key.replace('__', '.')}", value)
@@ -77,7 +77,7 @@ def test_dense_values_are_those_of_the_package(kind: str) -> None:
 
 
 def test_types_that_numpy_has_are_read_without_a_cast(tmp_path: Path) -> None:
-    """The values 1e5 and 3e-9 of a bfloat16 tensor are infinite and zero in float16."""
+    """In float16, the values 1e5 and 3e-9 of a bfloat16 tensor would become infinite and zero."""
     brain = np.array([[1e5, 3e-9, -1, 0.01]] * 8, ml_dtypes.bfloat16)
     integers = {f"i{bits}": np.array([-1, 2, 100], f"int{bits}") for bits in (8, 16, 32, 64)}
     tensors = {name: (name.upper(), array) for name, array in integers.items()}
@@ -112,7 +112,7 @@ def test_dense_tensors_of_any_rank_have_their_form_before_and_after_writing(tmp_
         np.testing.assert_array_equal(again.read(name), contents.read(name))
     awq = {"blk.0.ffn_up.weight": ("Q4_0", random_blocks("Q4_0", 8, 32))}
     save(tmp_path / "out", read(write(tmp_path / "m4.gguf", tensors | awq, **HEADS)), "gptq")
-    assert '"dynamic": {}' in (tmp_path / "out" / "config.json").read_text()  # neither is a dense linear layer
+    assert '"dynamic": {}' in (tmp_path / "out" / "config.json").read_text()  # neither tensor is a dense linear layer
 
 
 def test_tensor_of_another_size_than_its_header_says_is_not_written(tmp_path: Path) -> None:
@@ -174,9 +174,10 @@ def test_load_gives_hugging_face_names_layers_and_dense_tensors(tmp_path: Path) 
 @pytest.mark.parametrize("part", ["d", "dmin"])
 def test_scales_beyond_float16_make_the_weight_dense_with_one_warning(tmp_path: Path, part: str) -> None:
     data = random_blocks("Q4_K", 8, 512).reshape(8, 2, 144)
-    data[:, :, 4:16] = 0xFF  # every sc and m is 63
+    data[:, :, 4:16] = 0xFF  # all 6-bit scales and minima are 63
     start = {"d": 0, "dmin": 2}[part]
-    largest = np.array([1039, 1040], np.float16).view(np.uint8).reshape(2, 2)  # 63 times 1040 rounds to infinity
+    # In float16, 63 * 1040 rounds to infinity.
+    largest = np.array([1039, 1040], np.float16).view(np.uint8).reshape(2, 2)
     data[:, 0, start : start + 2] = largest[0]
     packed, dense = data.copy(), data
     dense[5, 1, start : start + 2] = largest[1]
@@ -233,8 +234,9 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     offset = (4 * 4096).to_bytes(8, "little")
     assert content.count(offset) == 1
-    path.write_bytes(content.replace(offset, bytes(8)))  # both tensors begin at the first byte of the data
-    assert sorted(read(path)) == ["first", "other"]  # no larger than the file
+    path.write_bytes(content.replace(offset, bytes(8)))  # now both tensors begin at the first byte of the data
+    # Overlapping tensors whose total size fits in the file are accepted.
+    assert sorted(read(path)) == ["first", "other"]
     path.write_bytes(content.replace(offset, bytes(8))[: -4 * 4096])
     with pytest.raises(CheckpointError, match=r"m\.gguf: expected tensors that do not overlap, got 32768 bytes in"):
         read(path)
@@ -280,7 +282,8 @@ def test_convert_prints_what_reading_has_rounded(tmp_path: Path, capsys: pytest.
         "blk.0.ffn_down.weight": ("Q6_K", random_blocks("Q6_K", 8, 256)),
     }
     path = write(tmp_path / "m.gguf", tensors, **HEADS)
-    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))  # not a model
+    # A file without an architecture is no model.
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
     assert main(["convert", str(path), str(tmp_path / "out"), "--format", "gptq"]) == 0
     assert capsys.readouterr().err == "rounded: Q6_K to dense float16 (1 module)\n"
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--format", "autoawq"]) == 0

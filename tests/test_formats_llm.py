@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models in other checkpoint formats give the logits of the same weights in AutoAWQ's."""
+"""Tests that language models in other formats give the logits of the same weights in AutoAWQ's format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def numbers(tensors: dict[str, Array], name: str, group: int = GROUP) -> Packed:
-    """The numbers of a layer in AutoAWQ's layout."""
+    """Return a layer's codes, zero points and scales, unpacked from AutoAWQ's layout."""
     codes, zeros = (unpack_int4(tensors[f"{name}.{part}"]) for part in ("qweight", "qzeros"))
     groups = np.arange(len(codes), dtype=np.int32) // group
     return Packed(codes, zeros, tensors[f"{name}.scales"], group, groups)
@@ -56,7 +56,7 @@ def logits(path: Path) -> Array:
 
 
 def quantized_table(table: Array) -> tuple[dict[str, Array], Array]:
-    """MLX's tensors of an embedding table [vocab, hidden], and the table that they give."""
+    """Return MLX's tensors for an embedding table [vocab, hidden], and the dequantized table."""
     grouped = table.astype(np.float64).reshape(len(table), -1, GROUP)
     low = grouped.min(axis=-1)
     scales = round_once((grouped.max(axis=-1) - low).T / 15, table.dtype)
@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_same_weights_in_awq(tmp_path: Path, layout: str
         for part in ("qweight", "qzeros", "scales"):
             del changed[f"{name}.{part}"]
         changed |= {f"{name}.{part}": array for part, array in parts_of(layout, w).items()}
-    if layout == "mlx":  # its embedding is quantized, too
+    if layout == "mlx":  # MLX also quantizes the embedding table.
         parts, table = quantized_table(changed.pop("model.embed_tokens.weight"))
         changed |= {f"model.embed_tokens.{part}": array for part, array in parts.items()}
         save_file(tensors | {"model.embed_tokens.weight": np.ascontiguousarray(table)}, path / "model.safetensors")
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_same_weights_in_awq(tmp_path: Path, layout: str
     (path / "config.json").write_text(json.dumps({**config, **settings}))
     save_file(changed, path / "model.safetensors")
     found = logits(path)
-    if layout == "mlx":  # offsets -s z are rounded
+    if layout == "mlx":  # MLX rounds the offsets -scale * zero.
         np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
     else:
         np.testing.assert_array_equal(found, wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of other formats that are refused: one error that names file, module, key and value."""
+"""Tests of files that are refused: one error that names file, module, key and value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HQQ = packers.HQQ_CONFIG
 
 
 def tensors_of(config: dict[str, Any]) -> Tensors:
-    """Module "a.m" in the format of a configuration."""
+    """Return the tensors of module "a.m" in the format of a configuration."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         tensors = packers.compressed_tensors(WEIGHT)
@@ -86,13 +86,13 @@ def test_files_of_this_module_load_before_they_are_changed(tmp_path: Path, confi
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
-    """COMPRESSED with other settings of its group's weights."""
+    """Return COMPRESSED with other settings of its group's weights."""
     group = COMPRESSED["config_groups"]["group_0"]
     return COMPRESSED | {"config_groups": {"group_0": {**group, "weights": {**group["weights"], **changes}}}}
 
 
 def compressed_group(**changes: Any) -> dict[str, Any]:
-    """COMPRESSED with other settings of its group."""
+    """Return COMPRESSED with other settings of its group."""
     return COMPRESSED | {"config_groups": {"group_0": {**COMPRESSED["config_groups"]["group_0"], **changes}}}
 
 
@@ -169,7 +169,7 @@ def test_configuration_that_is_not_supported_is_refused(
 
 
 def put(name: str, value: Any) -> Callable[[Tensors], object]:
-    """A change that sets a tensor of the module, or applies a function to it."""
+    """Return a change that sets a tensor of the module, or that applies a function to it."""
     return lambda t: t.update({f"a.m.{name}": value(t[f"a.m.{name}"]) if callable(value) else value})
 
 
@@ -178,7 +178,7 @@ def drop(name: str) -> Callable[[Tensors], object]:
 
 
 def with_value(value: float) -> Callable[[Array], Array]:
-    """A copy of an array whose last element has another value."""
+    """Return a copy of an array whose last element has another value."""
 
     def change(array: Array) -> Array:
         array = array.copy()

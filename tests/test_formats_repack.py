@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes are repacked to the same bits on the CPU, on several threads, and on a GPU."""
+"""Tests that codes are repacked to the same bits on the CPU, on several threads, and on a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 
 def first_cases() -> dict[str, dict[str, Any]]:
-    """The first recorded checkpoint of each format that is a folder."""
+    """Return the first recorded checkpoint of each format that is stored as a folder."""
     cases: dict[str, dict[str, Any]] = {}
     for case in test_formats.VECTORS:
         if case["format"] not in ("gguf-q4_k", "llm-awq-v2"):
@@ -38,7 +38,7 @@ CASES = first_cases()
 
 
 def ordered(path: Path) -> Path:
-    """A GPTQ folder with an activation order, and one with a short last group in compressed-tensors' format."""
+    """Write a GPTQ folder with an activation order, and a compressed-tensors folder with a shorter last group."""
     rng = np.random.default_rng(0)
     g_idx = rng.permutation(np.arange(256) // 32)
     codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((256, 24), (8, 24)))
@@ -49,7 +49,7 @@ def ordered(path: Path) -> Path:
 
 
 def short_group(path: Path) -> Path:
-    """A folder in compressed-tensors' format whose last group is short."""
+    """Write a compressed-tensors folder whose last group is shorter than the others."""
     rng = np.random.default_rng(1)
     codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((88, 16), (3, 16)))
     w = Packed(codes, zeros, rng.standard_normal((3, 16)).astype(np.float16), 32, np.arange(88) // 32)
@@ -73,7 +73,8 @@ def test_placed_arrays_are_repacked_to_the_same_module(tmp_path: Path) -> None:
     first, second = contents["m"], contents.convert("m", place)
     assert isinstance(first, Module)
     assert isinstance(second, Module)
-    assert [array.shape for array in placed] == [(32, 24), (8, 3), (8, 24)]  # no bias
+    # Codes, zero points and scales, as there is no bias.
+    assert [array.shape for array in placed] == [(32, 24), (8, 3), (8, 24)]
     placed.clear()
     assert isinstance(contents.convert("m", place, min_bytes=1 << 20), Module)
     assert not placed
@@ -155,7 +156,7 @@ def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "gptq with an order", "mlx"])
 def test_loading_needs_little_memory_beside_the_model(tmp_path: Path, name: str) -> None:
-    """Beside the layers, the peak is below 1.2 times the largest module."""
+    """Beyond the layers themselves, the peak is below 1.2 times the largest module."""
     rng = np.random.default_rng(3)
     k = n = 2048
     tensors: dict[str, Array] = {}

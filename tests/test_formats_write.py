@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Written checkpoints: equal bit by bit when they are read, and equal to what plain packers write."""
+"""Tests of written checkpoints: they are read with equal bits, and are equal to what plain packers write."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PACKERS = {
 
 
 def open_weight(path: Path, w: Packed, **plain: Array) -> Contents:
-    """A checkpoint with this weight as module "a.m", in a format that holds its order."""
+    """Write a checkpoint with this weight as module "a.m", in a format that can store its order, and open it."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": w.group_size, "checkpoint_format": "gptq_v2"}
     tensors = {f"a.m.{name}": array for name, array in packers.gptq(w, 2).items()}
     return read(save_folder(path, tensors | plain, {"quantization_config": config}))
 
 
 def ones(group_size: int) -> Packed:
-    """A weight [64, 16] of ones."""
+    """Return a weight [64, 16] of ones."""
     groups = 64 // group_size
     codes, zeros = np.ones((64, 16), np.uint8), np.ones((groups, 16), np.uint8)
     return Packed(codes, zeros, np.ones((groups, 16), np.float16), group_size, np.arange(64) // group_size)

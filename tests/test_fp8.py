@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of float8 (e4m3) activations: the formulas, the documented error bound, and the kernels."""
+"""Tests of GEMMs with float8 (e4m3) activations: the formulas, the documented error bound, and the kernels."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def max_rounding_error(x: np.ndarray) -> np.ndarray:
-    """Return the documented bound of each element's rounding error."""
+    """Return the documented bound of the rounding error of each element."""
     size = np.abs(x.astype(np.float64))
     return 1.00001 * np.maximum(size / 17, size.max(axis=1, keepdims=True) / 448 / 1024)
 
 
 def quantize_element(value: float, largest: float) -> int:
-    """Return the nearest code to value * 448 / largest, of two the even one."""
+    """Return the code nearest to value * 448 / largest; of two equally near, the even one."""
     factor = np.float32(448) / np.float32(largest)
     scaled = np.float32(value) * factor
-    codes = [c for c in range(256) if c & 127 != 127]  # the others are NaN
+    codes = [c for c in range(256) if c & 127 != 127]  # codes 127 and 255 are NaN
     values = np.array(codes, np.uint8).view(E4M3).astype(np.float64)
     far = np.abs(values - np.float64(scaled))
     nearest = [c for c, d in zip(codes, far, strict=True) if d == far.min() and (c < 128) == (not np.signbit(scaled))]
@@ -91,7 +91,7 @@ def test_linear_fp8_stays_within_its_documented_error_bound(seed: int, spread: i
     bound = max_rounding_error(x) @ np.abs(w)
     error = np.abs(y - x.astype(np.float64) @ w)
     assert (error <= bound + 1e-6 * (np.abs(x) @ np.abs(w))).all()
-    assert error.max() > 0.02 * bound.max()  # the bound is not vacuous
+    assert error.max() > 0.02 * bound.max()  # The errors come close to the bound.
 
 
 def test_fp8_keeps_small_elements_beside_outliers_and_int8_does_not() -> None:
@@ -102,7 +102,7 @@ def test_fp8_keeps_small_elements_beside_outliers_and_int8_does_not() -> None:
     assert relative_error(linear_fp8(x, weight), x, awq) < 1 / 35
     ordinary = x.copy()
     x[:, ::128] *= 1000
-    # Subtract the exact contribution of the outliers, to see the error of the other elements.
+    # Subtract the exact contribution of the outliers; the remainder is the error of the other elements.
     w = float64_weight(awq.qweight, awq.scales, awq.qzeros)
     large = x.copy()
     large[:, np.arange(1024) % 128 != 0] = 0
@@ -117,7 +117,7 @@ def test_fp8_keeps_small_elements_beside_outliers_and_int8_does_not() -> None:
 
 
 def test_truncation_in_the_tensor_cores_changes_y_by_less_than_1_in_4000() -> None:
-    """A model of the hardware: 32 products and the sum are truncated 13 bits below the largest of them."""
+    """Model the hardware: 32 products and the sum are truncated 13 bits below the largest of them."""
     rng = np.random.default_rng(0)
     codes, _, _ = block_reference.quantize_fp8(rng.standard_normal((8, 128)).astype(np.float32), 128)
     values, weights = codes.view(E4M3).astype(np.float64), rng.integers(0, 16, (64, 128)) * 2.0**-9
@@ -126,7 +126,7 @@ def test_truncation_in_the_tensor_cores_changes_y_by_less_than_1_in_4000() -> No
         terms = np.concatenate((values[:, None, k : k + 32] * weights[:, k : k + 32], total[..., None]), axis=2)
         unit = 2.0 ** (np.floor(np.log2(np.abs(terms).max(axis=2, keepdims=True))) - 13)
         total = (np.trunc(terms / unit) * unit).sum(axis=2)
-    # The zero points' share is subtracted again, so y has the size of a product with signed codes.
+    # The error is relative to the product with signed codes, because zero points are subtracted from the total.
     size = np.linalg.norm(values @ (weights - 8 * 2.0**-9).T)
     assert 1e-6 < np.linalg.norm(total - values @ weights.T) / size < 1 / 4000
 
@@ -135,7 +135,7 @@ def test_truncation_in_the_tensor_cores_changes_y_by_less_than_1_in_4000() -> No
 
 
 def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype: str, padding: int) -> None:
-    """Launch the quantization of m random rows, and of non-finite, zero and half-way rows."""
+    """Launch the quantization of m random rows, and of rows with non-finite, zero and half-way values."""
     rng = np.random.default_rng(k)
     x = (rng.standard_normal((m + 4, k)) * 2.0 ** rng.integers(-12, 8, (m + 4, k))).astype(DTYPES[dtype])
     x[0, k // 2], x[1, k - 1], x[2] = np.nan, -np.inf, 0
@@ -173,7 +173,7 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
 def test_quantize_fp8_gives_the_bits_of_the_reference(
     backend: str, m: int, k: int, block_size: int, dtype: str, padding: int
 ) -> None:
-    """Rows of less than a warp and of several rounds; few and many threads; rows read once and twice; short blocks."""
+    """Rows take less than a warp or several rounds, few or many threads, and are read once or twice."""
     check_fp8_quantization(backend, m, k, block_size, dtype, padding)
 
 
@@ -189,7 +189,7 @@ def test_quantize_fp8_gives_the_bits_of_the_reference(
     ],
 )
 def test_threads_of_quantize_fp8_keep_their_part_of_a_row(m: int, k: int, dtype: str, threads: int) -> None:
-    """The fewest threads with the fewest rounds: 8200 columns take two rounds of 544 threads."""
+    """The number of rounds is the smallest, then that of threads: 8200 columns take two rounds of 544 threads."""
     (config,) = QUANTIZE_FP8.configs(Fp8Quantization(m, k, 128, dtype, k), facts(90, "latest"))
     assert config.threads == threads
 
@@ -203,7 +203,7 @@ def check_fp8_product(
     seed: int,
     arch: int = 90,
 ) -> None:
-    """Launch one configuration over random codes, with NaN where it must write, and compare it with float64."""
+    """Launch one configuration on random codes, with NaN wherever it must write, and compare with float64."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[problem.dtype]
     zero_points = weight.zero_points is not None
@@ -233,7 +233,7 @@ def check_fp8_product(
     offset = 0 if weight.offset is None else np.abs(weight.offset.astype(np.float64))
     sizes = 16 * np.abs(weight.scale.astype(np.float64)) + offset
     size = np.abs(values) @ sizes[:, np.arange(problem.k) // weight.block_size].T + np.abs(exact)
-    # The tensor cores of a GPU keep about 14 bits of the terms of a sum.
+    # Tensor cores keep about 14 bits of each term of a sum.
     error = 2.0**-13 if backend == "gpu" else 2.0**-21
     eps = float(ml_dtypes.finfo(dtype).eps)
     bound = eps * np.abs(exact) + error * size
@@ -248,7 +248,7 @@ def check_fp8_product(
 def fp8_problem(
     m: int, n: int, k: int, block_size: int, dtype: str, bias: str | None = None, clamps: bool = False, padding: int = 0
 ) -> Int8Problem:
-    """Return the problem of a product with ``padding`` elements between the rows of y."""
+    """Return the problem of a GEMM with ``padding`` elements between the rows of y."""
     stride = n + padding
     return Int8Problem(
         *(m, n, k, fp8_block_size(block_size, k), 4, False, True, dtype, bias),
@@ -279,7 +279,7 @@ CASES = (
 @pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
-    """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
+    """Blocks are shorter or longer than a stage, pipelines wrap around, CTAs take several tiles, tiles are partial."""
     m, n, k, block_size, offsets, dtype, bias, clamps, padding, *config = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     assert fp8_refusal(block_size, k, facts(90, backend)) is None
@@ -311,7 +311,7 @@ MMA_CASES = (
 @pytest.mark.parametrize("arch", [89, 90])
 @pytest.mark.parametrize("case", MMA_CASES, ids=str)
 def test_fp8_on_gemm_int8_sm80(backend: str, arch: int, case: tuple) -> None:
-    """The tile that is chosen for the rows, one block and four per stage, split-K, partial tiles."""
+    """Tiles are those chosen for the rows, stages have one block or four, K is split, and tiles are partial."""
     m, n, k, block_size, offsets, dtype, bias, clamps, padding, split_k = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     config = replace(GEMM_INT8_SM80.configs(problem, device.nominal(89))[0], split_k=split_k)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and crafted files of every reader, read in processes with limits of memory and time."""
+"""Tests with damaged and crafted files for every reader, in processes with limits of memory and time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def findings(outcomes: list[fuzz.Outcome]) -> list[fuzz.Outcome]:
 
 
 def test_every_reader_accepts_its_seed_files() -> None:
-    """Otherwise mutations would only find that the seeds are wrong."""
+    """If a reader refused them, mutations would test nothing else."""
     assert {outcome.kind for outcome in fuzz.run(ALL, [fuzz.UNCHANGED])} == {"accepted"}
 
 
@@ -71,7 +71,7 @@ def test_the_fuzzer_finds_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [outcome.kind for outcome in outcomes] == ["hang", "hang"]
 
 
-# Crafted files
+# Crafted files.
 
 WIDE = b'{"a":[' + b"[]," * 20_000_000 + b"[]]}"
 GGUF_BEGIN = struct.pack("<4sI", b"GGUF", 3)
@@ -82,18 +82,18 @@ def gguf_string(text: bytes) -> bytes:
 
 
 def gguf_tensor(shape: tuple[int, ...], offset: int, kind: int = 0) -> bytes:
-    """Return a file of one tensor."""
+    """Return the bytes of a GGUF file with one tensor."""
     entry = gguf_string(b"t") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
     return GGUF_BEGIN + struct.pack("<QQ", 1, 0) + entry + bytes(64)
 
 
 def nested_pickle() -> bytes:
-    """Return a pickle that nests a tuple in itself 1000 times, doubled each time."""
+    """Return a pickle in which a tuple contains the preceding one twice, 1000 times."""
     return b"\x80\x02]" + b"q\x00" * 1 + b"h\x00h\x00\x86" * 1000 + b"."
 
 
 def put_json(path: Path, name: str, **changes: Any) -> None:
-    """Change entries of a JSON file of a model folder."""
+    """Change entries of a JSON file in a model folder."""
     llm_models.folder(path, llm_models.LLAMA)
     table = json.loads((path / name).read_text())
     (path / name).write_text(json.dumps({**table, **changes}))
@@ -109,7 +109,7 @@ def read_file(path: Path) -> None:
 
 
 def put_pattern(path: Path, *patterns: str, modules: int = 1) -> None:
-    """Write GPTQ modules with long names, and a configuration whose patterns are matched against all names."""
+    """Write GPTQ modules with long names, and a configuration whose patterns are matched with all names."""
     tensors: dict[str, Any] = {}
     for i in range(modules):
         name = "a" * 300 + str(i)

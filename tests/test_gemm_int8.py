@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of INT8 activations, run from their launch plans on the simulator and on the GPU."""
+"""Tests of the kernels with INT8 activations, run from their launch plans on the simulator and on the GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.test_kernels import ARCHS, DTYPES, facts, strided
 @given(data=st.data())
 @settings(max_examples=8)
 def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, data: st.DataObject) -> None:
-    """Blocks read by part of a warp, a warp or a CTA; short last blocks; NaN, infinity, zeros."""
+    """A part of a warp, a warp or a CTA reads a block; last blocks are shorter; x has NaN, infinity and zeros."""
     wide = data.draw(st.booleans())
     each = 8 if wide else 1
     m = data.draw(st.integers(1, 5))
@@ -47,7 +47,8 @@ def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, 
     symmetric, half_even = data.draw(st.booleans()), data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-8, 8, (m, 1))).astype(DTYPES[dtype])
-    x[-1] = rng.integers(-254, 255, k) / 2  # with a largest value of 127 the scale is 1, and many elements are half-way
+    # The largest value is 127, so the scale is 1, and many elements are half-way between codes.
+    x[-1] = rng.integers(-254, 255, k) / 2
     x[-1, ::block] = 127
     x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
     x = strided(x, data.draw(st.sampled_from([0, 8])))
@@ -57,7 +58,7 @@ def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, 
 def check_quantize_rows(
     backend: str, arch: int, x: Any, block: int, dtype: str, symmetric: bool, half_even: bool, wide: bool
 ) -> tuple[Any, ...]:
-    """Compare the kernel with the reference, bit for bit, and return the reference's results."""
+    """Compare the kernel with the reference bit by bit, and return the reference's results."""
     m, k = x.shape
     x.flags.writeable = False
     wanted = block_reference.quantize(x, block, symmetric, "half_even" if half_even else "half_away")
@@ -79,7 +80,7 @@ def check_quantize_rows(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", [60, 90])
 def test_finite_extremes_have_finite_scales(backend: str, arch: int, dtype: str, symmetric: bool, wide: bool) -> None:
-    """max - min overflows in float32 where scale, offset and codes do not."""
+    """In float32 max - min overflows, but scale, offset and codes do not."""
     top = float(ml_dtypes.finfo(DTYPES[dtype]).max)
     rows = [[top, -top], [3e38, -3e38], [top, top], [-top, 0.0], [top, -top / 4], [1.5, -0.5]]
     x = np.tile(np.array(rows, np.float64), 8).astype(DTYPES[dtype])
@@ -104,7 +105,7 @@ def check_product(
     weight_block: int,
     seed: int,
 ) -> None:
-    """Launch one configuration over random codes, with NaN where it must write, and compare it with float64."""
+    """Launch one configuration on random codes, with NaN wherever it must write, and compare with float64."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[problem.dtype]
     shape = (problem.n, 1, 1, problem.k)
@@ -114,7 +115,7 @@ def check_product(
         weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
     assert (weight.zero_points is not None) == problem.zero_points
     x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
-    x[0] = 1.0  # only codes of -128 and 127, for the largest products
+    x[0] = 1.0  # Only the codes -128 and 127 occur, which give the largest products.
     x[0, ::2] = -1.0
     x_block = problem.k if problem.row_scales else problem.block_size
     quantized = quantize_activations(x, block_size=x_block, symmetric=not problem.x_offset)
@@ -154,7 +155,7 @@ def check_product(
 @pytest.mark.parametrize("m", [1, 20, 70, 130])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_mma_tile(backend: str, arch: int, m: int, bits: int) -> None:
-    """All tiles, with K whole and split in two, on a shape whose last tiles are partly empty in M, N and K."""
+    """The last tiles are partly empty in M, N and K; K is whole or split in two."""
     problem = Int8Problem(m, 150, 288, 64, bits, True, True, "float16", "float32")
     gpu = facts(arch, backend)
     found = [c for c in MMA[arch].configs(problem, gpu) if c.block_m in (16, 32) or m > 20]
@@ -168,7 +169,7 @@ def test_every_mma_tile(backend: str, arch: int, m: int, bits: int) -> None:
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
-    """Blocks that end within a stage, short last blocks, x in finer blocks than the weight, with or without clamp."""
+    """Draw blocks that end within a stage, short last blocks, finer blocks of x than of the weight, and clamps."""
     draw = data.draw
     kind = draw(st.sampled_from(["simt", "gemv", "mma"] if arch >= 75 else ["simt", "gemv"]))
     tensor = kind != "simt"
@@ -224,7 +225,7 @@ FEW = (
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, case: tuple) -> None:
-    """K that ends within a step and within a chunk, tiles that reach past n, and fewer rows than the kernel has."""
+    """K ends within a step and within a chunk, tiles extend beyond N, and x has fewer rows than the kernel."""
     *sizes, split_k = case
     problem = Int8Problem(*sizes, "float16", "float32", "clamp", (-0.5, 0.75), y_stride=sizes[1] + 1)
     gpu = facts(arch, backend)
@@ -256,7 +257,7 @@ HOPPER = (
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
-    """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
+    """Blocks are shorter or longer than a stage, pipelines wrap around, CTAs take several tiles, tiles are partial."""
     m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, padding, *config = case
     problem = Int8Problem(
         *(m, n, k, block, bits, x_offset, weight_offset, dtype, bias),
@@ -329,7 +330,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     assert (many.block_m, many.block_n, many.split_k) == (128, 128, 1)
     assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(1, 132)
     assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
-    # 8 x 8 tiles of 192 columns, of which two CTAs share each.
+    # The product has 8 x 8 tiles of 192 columns, each shared by two CTAs.
     assert select.choose(replace(one, m=948, n=1472, k=8192), h100).config == GemmInt8Sm90Config(1, 128, 2, 3)
     assert select.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"
     problem = Int8Problem(1, 64, 72, 36, 4, False, True, "float16")
@@ -353,7 +354,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
-    """Both sides of the limit, the rows that a CTA holds, and split-K where few columns would leave SMs idle.
+    """Cover both sides of the limit, the rows of a CTA, and split-K where few columns leave SMs idle.
 
     On sm_80, five to eight rows are modelled to take 3% longer than on tensor cores.
     """
@@ -409,7 +410,7 @@ def test_gemm_int8_on_a_gpu_agrees_with_the_cpu(dtype: str, bits: int, m: int, n
     assert y is out
     eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
     np.testing.assert_allclose(y.get().astype(np.float64), wanted, rtol=2 * eps, atol=2e-5)
-    for symmetric in (True, False):  # one scale per row
+    for symmetric in (True, False):  # x has one scale per row
         here, far = (
             quantize_activations(x, symmetric=symmetric),
             quantize_activations(cupy.asarray(x), symmetric=symmetric),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gemm_w4a8_sm90`, run from its launch plans on the simulator and on the GPU."""
+"""Tests of `gemm_w4a8_sm90`, run from its launch plans on the simulator and on the GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OFFSET_CASES = (
 
 
 def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int]:
-    """Return the problem, the configuration and the weight's block size of a case."""
+    """Return the problem, the configuration and the weight's block size for a case."""
     m, n, k, block, weight_block, dtype, bias, zero_points, *config = case
     rows = kind == "rows" and k > weight_block
     problem = Int8Problem(
@@ -60,7 +60,7 @@ def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_int8(backend: str, kind: str, case: tuple) -> None:
-    """Partial tiles, pipelines that wrap around, slices of different lengths, rows that no CTA owns, several tiles."""
+    """Tiles are partial, pipelines wrap around, slices of K differ in length, and some CTAs own no rows."""
     problem, config, weight_block = problem_of(case, kind)
     gpu = facts(90, backend)
     assert GEMM_W4A8_SM90.refusal(problem, gpu) is None
@@ -91,7 +91,7 @@ def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     shape = n, -(-k // weight_block)
     scale = rng.uniform(-1, 1, shape).astype(DTYPES[scale_dtype]).astype(np.float32)
     if scale_dtype == "bfloat16":
-        scale[0, 0] = 2.0**-18 * (1 + 2.0**-7)  # float16 has fewer bits for numbers as small as this one
+        scale[0, 0] = 2.0**-18 * (1 + 2.0**-7)  # This scale is subnormal in float16, which has fewer bits there.
     offset = rng.integers(-8, 9, shape).astype(scale.dtype) * scale if zero_points else None
     weight = BlockQuantizedWeight(codes, scale, offset, block_size=weight_block)
     assert weight.exact_scale_dtype == scale_dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture of CUDA graphs: an error in a launch ends the capture and reaches the caller."""
+"""Tests of the capture of CUDA graphs: an error in a launch ends the capture and reaches the caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupy_awq.runtime.graph import capture
 
 
 class Invalidated(RuntimeError):
-    """Stands for the error of a capture that an illegal call has invalidated."""
+    """A stand-in for the error of a capture that an illegal call has invalidated."""
 
 
 @pytest.mark.parametrize("is_invalid", [False, True])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``info``: formats, layers, sizes and kernels of checkpoints, and the table of formats."""
+"""Tests of the command ``info`` (formats, layers, sizes and kernels of checkpoints) and of the table of formats."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of other libraries, through ``__cuda_array_interface__`` or ``__dlpack__``: no copy, CuPy results."""
+"""Tests of arrays of other libraries with ``__cuda_array_interface__`` or ``__dlpack__``: no copy, CuPy results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.test_api_abuse import CALLS, Call
 
 
 class Interface:
-    """A GPU array that supports ``__cuda_array_interface__`` only."""
+    """A GPU array of another library that supports only ``__cuda_array_interface__``."""
 
     def __init__(self, a: Any, read_only: bool = False) -> None:
         self._interface = dict(a.__cuda_array_interface__)
@@ -33,7 +33,7 @@ class Interface:
 
 
 class DLPack:
-    """A GPU array that supports DLPack only."""
+    """A GPU array of another library that supports only DLPack."""
 
     def __init__(self, a: Any) -> None:
         self._a = a
@@ -66,7 +66,7 @@ def test_cpu_arrays_of_other_libraries_are_refused() -> None:
 
 
 class CpuDLPack:
-    """An array in CPU memory that supports DLPack only, as of version 1 with ``versioned``."""
+    """An array in CPU memory that supports only DLPack; with ``versioned``, version 1 of it."""
 
     def __init__(self, a: Any, versioned: bool) -> None:
         self._a, self._versioned = a, versioned
@@ -76,7 +76,7 @@ class CpuDLPack:
 
 
 class FullCpuDLPack(CpuDLPack):
-    """The same with ``__dlpack_device__``, as a CPU tensor of PyTorch."""
+    """A `CpuDLPack` that also has ``__dlpack_device__``, as a CPU tensor of PyTorch."""
 
     def __dlpack_device__(self) -> Any:
         return self._a.__dlpack_device__()
@@ -87,13 +87,13 @@ PRODUCERS: dict[str, Callable[[Any], Any]] = {
     "versioned": lambda a: CpuDLPack(a, True),
     "with a device": lambda a: FullCpuDLPack(a, True),
 }
-"""Functions that return an array of another library, by name; it shares the memory of the NumPy array."""
+"""The functions, by name, that return an array of another library in the memory of a NumPy array."""
 
 REFUSED = {
     *("AwqLinear.split", "BlockQuantizedWeight", "PackedWeight", "from_mnn", "pack_int4", "pack_int8", "quantize"),
     *("unpack_int4", "unpack_int8"),
 }
-"""The functions and classes that take arrays of NumPy and CuPy only, and name the function that views others."""
+"""The functions and classes that take only NumPy and CuPy arrays; their error names the function that views others."""
 
 
 def _is_array(value: Any) -> bool:
@@ -144,7 +144,7 @@ VIEWED = [name for name, call in CALLS.items() if not REFUSED & {name} and any(m
 @pytest.mark.parametrize("name", VIEWED)
 @pytest.mark.parametrize("kind", PRODUCERS)
 def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_libraries(name: str, kind: str) -> None:
-    """Each array argument alone, and all of them."""
+    """Each array argument is of another library alone, and then all of them are."""
     call = CALLS[name]
     arrays = [key for key, value in {**call.arguments, **call.options}.items() if _is_array(value)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on the AWQ layout against float64 formulas, through their launch plans: simulated and on the GPU."""
+"""Tests of the kernels on the AWQ layout against float64 formulas, on the simulator and on the GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ARCHS = (60, 75, 80, 90)
 
 
 def facts(arch: int, backend: str) -> device.Device:
-    """Return the device of a test: a nominal one, or the GPU with a lowered architecture path."""
+    """Return the device of a test: a nominal one, or the GPU with the path of an older architecture."""
     if backend == "gpu":
         own = device.current()
         return replace(own, arch=min(arch, own.native))
@@ -39,20 +39,20 @@ def facts(arch: int, backend: str) -> device.Device:
 
 
 def strided(a: np.ndarray, extra: int) -> np.ndarray:
-    """Return the same matrix with ``extra`` elements between its rows, all NaN or 255."""
+    """Return the same matrix with ``extra`` elements between its rows, all of them NaN or 255."""
     wide = np.full((a.shape[0], a.shape[1] + extra), 255 if a.dtype.kind in "iu" else np.nan, a.dtype)
     wide[:, : a.shape[1]] = a
     return wide[:, : a.shape[1]]
 
 
 WHOLE = -1
-"""The padding that makes every row start at a multiple of 16 bytes."""
+"""The padding with which every row starts at a multiple of 16 bytes."""
 
 
 def padded(problem: Problem, extra: int) -> Problem:
-    """Return the problem for arrays with ``extra`` elements between their rows."""
+    """Return the problem for arrays that have ``extra`` elements between their rows."""
     if extra == WHOLE:
-        # 16 bytes are four words, and eight values of what this is for.
+        # Rows are aligned to 16 bytes: four words, or eight 16-bit values.
         contiguous = problem.row_strides
         units = Strides(8, 4, 8, 8 if problem.zeros == "float" else 4, 8, 8)
         whole = (step + -step % unit for step, unit in zip(contiguous, units, strict=True))
@@ -65,7 +65,7 @@ def padded(problem: Problem, extra: int) -> Problem:
 
 
 def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None):
-    """Return y in float64, and the norm of the products of each element."""
+    """Return y in float64, and the norm of the products that make up each element."""
     x64 = x.astype(np.float64)
     y = x64 @ w
     if bias is not None:
@@ -87,7 +87,7 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
 
 
 def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Device) -> np.ndarray:
-    """Return the weight of a problem in the fragment layout, written over bytes of ones."""
+    """Return the problem's weight in the fragment layout, written by the kernel over bytes of ones."""
     layout = FragmentLayout.of(problem)
     out = np.full(layout.nbytes, 255, np.uint8)
     tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
@@ -96,7 +96,7 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
-    """Return random buffers of a problem's fusion, with NaN wherever the kernel must write."""
+    """Return random buffers for a problem's fusion, with NaN wherever the kernel must write."""
     stream: dict[str, np.ndarray | None] = dict.fromkeys(problem.fusion.buffers if problem.fusion else ())
     if problem.fusion:
         part = problem.fusion.next_weight
@@ -166,7 +166,7 @@ def check_matmul(
     if problem.adds_to_stream:
         if stream.get("positions") is not None:
             y = y[:, stream["positions"]]
-        # Its bits follow from those of h, which stands for all of y.
+        # The bits of this buffer follow from those of h, so h is compared in place of y.
         h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
         squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)
@@ -174,13 +174,13 @@ def check_matmul(
         y, reference = h, given["h"] + reference
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
     assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))
-    # One wrong column or row would vanish in a norm over many.
+    # A norm over all elements would hide one wrong column or row.
     assert (np.abs(y - reference) <= 20 * BOUNDS[problem.dtype] * (size + np.abs(reference))).all()
     assert not scratch["counters"].any(), "the counters must be left as they were found"
 
 
 def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candidate]]:
-    """Return the legal configurations of each family that does not refuse the problem."""
+    """Return the legal configurations of each family that supports the problem."""
     return [some for some in select.candidates(problem, facts).values() if not isinstance(some, str)]
 
 
@@ -189,7 +189,7 @@ def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candi
 @pytest.mark.parametrize("m", [1, 3, 16, 70])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) -> None:
-    """All families, tiles and split-K factors, on a shape with partly empty tiles along M, N and K."""
+    """Cover all families, tiles and split-K factors, on a shape with partly empty tiles along M, N and K."""
     scales_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
     problem = Problem(m, 224, 192, 64, dtype, scales_dtype)
     here = facts(arch, backend)
@@ -204,7 +204,7 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
 @given(data=st.data())
 @settings(max_examples=6)
 def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject) -> None:
-    """Random shapes, group sizes, zeros, epilogues, strides and misalignment, on every family that is legal."""
+    """Draw shapes, group sizes, zeros, epilogues, strides and alignments, for every family that is legal."""
     group_size = data.draw(st.sampled_from([1, 3, 8, 16, 24, 32, 48, 64, 128]))
     gated = data.draw(st.booleans())
     pad = data.draw(st.sampled_from([0, 1, 8]))
@@ -232,7 +232,7 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
 @given(data=st.data())
 @settings(max_examples=8)
 def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
-    """Splits of K with many, few and no steps, groups that end inside a step, all clusters, partly empty tiles."""
+    """Slices of K have many, few or no steps; groups end inside a step; all cluster sizes; partly empty tiles."""
     group_size = data.draw(st.sampled_from([32, 64, 96, 128, 256]))
     gated = data.draw(st.booleans())
     problem = Problem(
@@ -265,10 +265,10 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
 
 
 def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a float64 weight rounded once to ``dtype``, in float64 again."""
+    """Return a float64 weight rounded once to ``dtype``, as float64."""
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
-            # ml_dtypes rounds through float32: rounding to odd there first leaves one rounding in all.
+            # ml_dtypes rounds to float32 first. If that rounding is to odd, both together equal one rounding.
             short = w.astype(np.float32)
             toward_zero = np.where(np.abs(short) > np.abs(w), np.nextafter(short, np.float32(0)), short)
             bits = toward_zero.view(np.uint32) | (toward_zero != w)
@@ -282,7 +282,7 @@ def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
 @given(data=st.data())
 @settings(max_examples=5)
 def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str, data: st.DataObject) -> None:
-    """Bit for bit (except the sign of zero), with scales from subnormal to overflowing."""
+    """The bits are equal, but for the sign of zero, with scales from subnormal to overflowing."""
     group_size = data.draw(st.sampled_from([1, 5, 8, 16, 64]))
     k, n = group_size * data.draw(st.integers(1, 5)), 8 * data.draw(st.sampled_from([1, 3, 20, 130]))
     scales_dtype = data.draw(st.sampled_from(["float16", "bfloat16"]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes killed while they write: no file that a later run takes for a good one.
+"""Tests of processes that are killed while they write: no file may remain that a later run takes for valid.
 
-A child process writes in a loop until SIGKILL, at a random time, ends it. Its parent then reads what is left.
+A child process writes in a loop until SIGKILL ends it at a random time. Its parent then reads what is left.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
 LOOPS = [pytest.param(10, id="10"), pytest.param(40, marks=pytest.mark.slow, id="40")]
-"""The number of killed processes."""
+"""The number of processes that are killed."""
 QUANTIZATIONS = [pytest.param(10, id="10"), pytest.param(15, marks=pytest.mark.slow, id="15")]
-"""The same for quantizations, each of which takes half a second."""
+"""The number of quantizing processes that are killed. Each quantization takes half a second."""
 LONGEST_S = 0.03
-"""The longest time that a child writes."""
+"""The longest time in seconds for which a child writes."""
 
 
 def kill_during(write: Callable[[int], object], seed: int, longest_s: float = LONGEST_S) -> None:
-    """Call ``write(0)``, ``write(1)``, ... in a child process and kill it after a random time."""
+    """Call ``write(0)``, ``write(1)``, ... in a child process, and kill it after a random time."""
     ready, started = os.pipe()
     child = os.fork()
     if child == 0:
@@ -59,7 +59,7 @@ def kill_during(write: Callable[[int], object], seed: int, longest_s: float = LO
 
 
 def _write_for_ever(write: Callable[[int], object], started: int) -> NoReturn:
-    """Never return to pytest's frames: a forked child must not run them."""
+    """Write until the process is killed: a forked child must not return to pytest's frames."""
     try:
         os.write(started, b".")
         i = 0
@@ -84,7 +84,7 @@ def test_a_killed_compilation_leaves_no_kernel_that_is_loaded(
     compiler.build(kernels[0])
 
     def write(i: int) -> None:
-        if i % 3 == 0:  # starts again with an empty cache, or with half of an entry
+        if i % 3 == 0:  # Sometimes start with an empty cache, or with half of an entry.
             for path in tmp_path.glob("*.json" if i % 2 else "*.cubin"):
                 path.unlink()
         compiler.build(kernels[i % 3])
@@ -140,13 +140,13 @@ def test_a_killed_conversion_leaves_no_model_or_a_whole_one(tmp_path: Path, loop
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder in one step, so that a killed process does not leave half of it under its name."""
+    """Remove a folder in one step, so that a killed process leaves no half of it under its name."""
     if folder.exists():
         shutil.rmtree(folder.rename(folder.with_name(f"{random.random()}")))
 
 
 def _describe(contents: Contents) -> dict[str, bytes]:
-    """Return the bytes of every tensor of a checkpoint by name."""
+    """Return the bytes of every tensor of a checkpoint, by name."""
     found: dict[str, bytes] = {}
     for name, item in contents.items():
         if isinstance(item, Module):
@@ -161,7 +161,7 @@ def _describe(contents: Contents) -> dict[str, bytes]:
 def test_a_killed_save_leaves_no_checkpoint_or_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loops: int
 ) -> None:
-    """Two checkpoints with the same names, of several shards or one file, replace each other or none."""
+    """Two checkpoints with the same names, in several shards or one file, replace each other."""
     both = []
     for value in (1, 2):
         weight = Packed(

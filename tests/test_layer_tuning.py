@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuning of a quantized decoder layer: its gradients against finite differences, and what it changes."""
+"""Tests of the tuning of a quantized decoder layer: its gradients against finite differences, and its effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_llm_quantize import dense_folder
 
 
 class Problem:
-    """A layer with random weights and inputs, its outputs, and its weights rounded to nearest."""
+    """A decoder layer with random weights and inputs, its outputs, and its weights rounded to nearest."""
 
     def __init__(self, family: str, folder: Path) -> None:
         config = llm_models.FAMILIES[family]

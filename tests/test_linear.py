@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AwqLinear`: products, concatenation, copies; on a GPU also prepared launches, streams, threads and graphs."""
+"""Tests of `AwqLinear`: products, concatenation, copies; on a GPU also cached launches, streams, threads, graphs."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_threads_and_streams_share_a_layer() -> None:
-    """Run split-K products at once from threads on streams of their own and on per-thread default streams."""
+    """Threads run split-K products at once, on streams of their own and on per-thread default streams."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -253,7 +253,7 @@ def test_threads_and_streams_share_a_layer() -> None:
                     out = cupy.full((len(x), 256), np.nan, np.float16)
                     if layer(x, out=out).get().tobytes() != expected[i]:
                         wrong.append(i)
-        except Exception as error:  # reported by the test
+        except Exception as error:  # The main thread reports the error.
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]
@@ -266,7 +266,7 @@ def test_threads_and_streams_share_a_layer() -> None:
 
 @pytest.mark.gpu
 def test_layer_launches_on_the_current_stream() -> None:
-    """Block the current stream: the layer must not write before the stream resumes."""
+    """While the current stream is blocked, the layer must not write."""
     import cupy
 
     weight = put(random_weight(np.random.default_rng(0), 64, 32, 16))
@@ -276,7 +276,7 @@ def test_layer_launches_on_the_current_stream() -> None:
     stream, go = cupy.cuda.Stream(non_blocking=True), threading.Event()
     cupy.cuda.Device().synchronize()
     with stream:
-        layer(x, out=out)  # prepares the launch
+        layer(x, out=out)  # The first call loads the kernel.
         out.fill(np.nan)
         stream.synchronize()
         stream.launch_host_func(lambda _: go.wait(), None)
@@ -292,7 +292,7 @@ def test_layer_launches_on_the_current_stream() -> None:
 
 @pytest.mark.gpu
 def test_layer_uses_the_device_of_its_weight_not_the_current_one() -> None:
-    """With a single GPU the two devices are the same, and this is a plain product."""
+    """With a single GPU, both devices are the same, and this is a plain product."""
     import cupy
 
     rng = np.random.default_rng(0)

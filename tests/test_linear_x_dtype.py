@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AwqLinear` with ``x_dtype``: activations quantized to int8 or fp8 at every call."""
+"""Tests of `AwqLinear` with ``x_dtype``: activations are quantized to int8 or fp8 in every call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_bound(
     x_dtype: str,
     bound_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> None:
-    """Check a layer's error against ``bound_of(x, w)``, an ``out`` with strides, concatenation and pickling."""
+    """Check a layer's error against ``bound_of(x, w)``, an ``out`` with strides, concatenation, and pickling."""
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 128, 40, 32, zeros=zeros)
     x, bias = random_activations(rng, 2, 33, 128), rng.standard_normal(40).astype(np.float32)

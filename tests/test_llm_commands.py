@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line with broken input, streams and file names: one line on stderr, never a traceback."""
+"""Tests of the command line with broken input, streams and file names: one line on stderr, never a traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupy_awq.tools.command_line import main
 from tests import checkpoint_files, llm_models
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-"""The environment in which Python's streams and arguments are ASCII."""
+"""The environment in which Python's streams and arguments are encoded in ASCII."""
 CUT = b"(ended by --max-tokens)\n"
 
 
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     arguments: list[str | bytes], shell: str = "", *, lines: bytes = b"", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command on standard input ``lines``, with ``shell`` after it, such as a redirection."""
+    """Run a command with ``lines`` on standard input; ``shell`` follows it, such as a redirection."""
     command = ["bash", "-c", f'"$@" {shell}', "bash", sys.executable, "-m", "cupy_awq", *arguments]
     result = subprocess.run(
         command, input=lines, capture_output=True, check=False, env={**os.environ, **(env or {})}, timeout=100
@@ -90,7 +90,7 @@ def test_a_full_conversation_goes_on_after_one_line_on_stderr(path: Path) -> Non
 
 
 class Terminal:
-    """A terminal on which a user types ``lines``; it records what the program asks."""
+    """A terminal on which a user types ``lines``; it records the prompts that the program prints."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines, self.questions = iter(lines), list[str]()

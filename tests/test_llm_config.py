@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of a model: RoPE as transformers computes it, and values that no model has."""
+"""Tests of a model's config.json: RoPE as transformers computes it, and values that no model has."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config_of(**changes: Any) -> Decoder:
     ],
 )
 def test_yarn_gives_the_frequencies_of_transformers(extra: dict[str, Any], frequencies: str, attention: float) -> None:
-    """The values were computed by transformers 5.23, head dimension 16, theta 10000, context 256."""
+    """transformers 5.23 computed the values, with head dimension 16, theta 10000, context 256."""
     found, factor = config_of(rope_scaling={**YARN, **extra}).rope_frequencies()
     np.testing.assert_allclose(found, [float(word) for word in frequencies.split()], rtol=1e-4)
     assert factor == pytest.approx(attention, rel=1e-6)
@@ -124,7 +124,7 @@ def test_rope_scaling_has_precedence_over_rope_parameters_and_the_outer_context_
 def test_tensors_that_the_configuration_does_not_announce_are_refused(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], drop: str, add: str, message: str
 ) -> None:
-    """transformers ignores or invents such tensors, so that its logits would differ from ours."""
+    """transformers ignores or invents such tensors, so its logits would differ."""
     path = llm_models.folder(tmp_path, config)
     tensors = llm_models.tensors(config)
     if drop:

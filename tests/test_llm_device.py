@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU back end of the decoder: its forward pass over simulated kernels; with a GPU, texts and CUDA graphs."""
+"""Tests of the decoder's GPU back end: its forward pass on simulated kernels; with a GPU, texts and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS = [int(i) for i in np.random.default_rng(2).integers(0, llm_models.VOCAB, 9)
 
 
 class SimulatedOps(CudaOps):
-    """The GPU back end over NumPy arrays: kernels run on the simulator, quantized GEMMs in NumPy."""
+    """The GPU back end on NumPy arrays: kernels run on the simulator, quantized GEMMs in NumPy."""
 
     def run(self, plan: Any, **arrays: Any) -> None:
         simt.run(plan, {name: arrays[name] for name in plan.buffers})
@@ -43,7 +43,7 @@ class SimulatedOps(CudaOps):
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace CuPy by NumPy, with new arrays full of NaN."""
+    """Replace CuPy by NumPy; new arrays are filled with NaN."""
 
     def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(shape, np.nan, dtype)
@@ -58,7 +58,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:
-    """Return the logits of all ids: the first ``prompt`` of them run as one prompt, the others one by one."""
+    """Return the logits of all ids: the first ``prompt`` ids run as one prompt, the others one by one."""
     cache = model.ops.make_cache(1, 40)
     logits = [model.logits(hidden)[0] for hidden in model.prefill(cache, 0, ids[:prompt])]
     for token in ids[prompt:]:
@@ -70,7 +70,7 @@ def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 def test_every_model_family_matches_the_float64_formulas_in_16_bits(tmp_path: Path, family: str, dtype: Any) -> None:
-    """A prompt, then single tokens; concatenated and separate projections, tied and untied heads, biases, q/k norms."""
+    """Cover concatenated and separate projections, tied and untied heads, biases, and q/k norms."""
     files = llm.read(llm_models.folder(tmp_path, FAMILIES[family], plain=("0.self_attn.k_proj", "1.mlp.up_proj")))
     model = build_model(files, SimulatedOps(files.config, 0, dtype))
     found, wanted = simulated_logits(model, IDS, 6), llm_models.forward(files, IDS)
@@ -103,7 +103,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_batch_invariant_logits_have_the_same_bits_in_any_chunks(tmp_path: Path, family: str) -> None:
-    """RMSNorm, RoPE, attention and dense layers, for a prompt as a whole, in two parts, and token by token."""
+    """A prompt runs as a whole, in two parts, and token by token through all kernels of a layer."""
     files = llm.read(llm_models.folder(tmp_path, FAMILIES[family], plain=("0.self_attn.k_proj", "1.mlp.up_proj")))
     model = build_model(files, SimulatedOps(files.config, 0, FLOAT16, batch_invariant=True))
     whole = simulated_logits(model, IDS, len(IDS))
@@ -114,7 +114,7 @@ def test_batch_invariant_logits_have_the_same_bits_in_any_chunks(tmp_path: Path,
 
 @pytest.mark.usefixtures("simulated")
 def test_default_logits_depend_on_the_chunks(tmp_path: Path) -> None:
-    """So the test of the batch-invariant mode can fail."""
+    """Without the mode the bits differ, so the test of the mode can fail."""
     files = llm.read(llm_models.folder(tmp_path, LLAMA))
     model = build_model(files, SimulatedOps(files.config, 0, FLOAT16))
     assert (simulated_logits(model, IDS, 1) != simulated_logits(model, IDS, len(IDS))).any()
@@ -148,7 +148,7 @@ def test_a_kv_cache_larger_than_the_free_gpu_memory_is_refused(tmp_path: Path) -
 def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, m: int, gated: bool
 ) -> None:
-    """A kernel for the first norm, fused GEMMs behind it, and a kernel where no fusible GEMM follows the add."""
+    """The first norm has its own kernel, GEMMs are fused after it, and an add without a fusible GEMM has a kernel."""
     rng = np.random.default_rng(m)
 
     def layer(k: int, n: int, **options: Any) -> AwqLinear:
@@ -180,7 +180,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     table, tokens = rng.standard_normal((m, 192)).astype(dtype), np.arange(m, dtype=np.int32)[:, None]
     cache = Cache((), np.zeros(m, np.int32), {}, [[] for _ in range(m)], 1)
 
-    def shorten(x: np.ndarray) -> np.ndarray:  # not a GEMM that could divide by the RMS
+    def shorten(x: np.ndarray) -> np.ndarray:  # a projection that is no GEMM and so cannot divide by the RMS
         return np.ascontiguousarray(x[..., :128])
 
     operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first, Project(shorten)]
@@ -201,14 +201,14 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
         assert np.abs(simulated_y - y).max() <= (3e-3 if dtype == FLOAT16 else 3e-2) * np.abs(y).max()
 
 
-# On a GPU
+# Tests on a GPU.
 
 
 @pytest.fixture(scope="module", params=["plain", "repacked"])
 def pair(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Return one model on the CPU and on the GPU, with and without sizes that Hopper's fragment layout supports."""
+    """Return one model on the CPU and on the GPU; Hopper's fragment layout supports its sizes or does not."""
     options = {"config": {**QWEN3, "intermediate_size": 128}, "group": 32} if request.param == "repacked" else {}
     path = llm_models.folder(tmp_path_factory.mktemp("model"), **{"config": QWEN3, **options})
     return llm.load(path, device="cpu"), llm.load(path)
@@ -241,7 +241,7 @@ def test_logits_of_the_gpu_match_those_of_the_cpu(pair: tuple[LanguageModel, Lan
 def test_a_replayed_cuda_graph_generates_the_same_text_as_eager_steps(
     pair: tuple[LanguageModel, LanguageModel], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of three lengths, twice; then with each step launched eagerly."""
+    """A batch of three lengths runs twice, then again with each step launched eagerly."""
     _, model = pair
     graph = [model.generate(PROMPTS, max_tokens=30, sampling=sampling) for _ in range(2)]
     assert graph[0] == graph[1]
@@ -249,7 +249,7 @@ def test_a_replayed_cuda_graph_generates_the_same_text_as_eager_steps(
     original = CudaDecodeLoop.step
 
     def step(self: CudaDecodeLoop) -> list[int]:
-        self._steps = 0  # so that no step is captured
+        self._steps = 0  # Steps are captured from the second on, so none is captured now.
         return original(self)
 
     monkeypatch.setattr(CudaDecodeLoop, "step", step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF weights in 8 bits: their values against the package gguf, and models that multiply by them."""
+"""Tests of GGUF weights in 8 bits: their values against the package gguf, and models that use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import llm_models
 from tests.test_formats_gguf import random_blocks, values_of
 from tests.test_llm_device import SimulatedOps, simulated
 
-__all__ = ["simulated"]  # a fixture
+__all__ = ["simulated"]  # a fixture, which pytest finds by its name in this module
 
 IDS = [int(i) for i in np.random.default_rng(4).integers(0, llm_models.VOCAB, 7)]
 KINDS = {"attn_q": "Q8_0", "attn_k": "Q5_0", "attn_v": "Q5_0", "ffn_up": "Q8_0", "ffn_down": "Q8_0"}
@@ -36,7 +36,8 @@ def test_codes_and_scales_give_the_values_of_the_package_gguf(kind: str) -> None
     assert (weight.shape, weight.bits, weight.dtype) == ((11, 1, 1, 512), 8, FLOAT16)
     found, wanted = Int8Linear(weight, None).dequantize().weight, values_of(data, kind)
     if kind == "Q6_K":
-        assert (np.abs(found - wanted) <= 2.0**-10 * np.abs(wanted) + 2.0**-19).all()  # d * sc is rounded first
+        # The reader rounds the product d * sc first.
+        assert (np.abs(found - wanted) <= 2.0**-10 * np.abs(wanted) + 2.0**-19).all()
     else:
         np.testing.assert_array_equal(found, wanted.astype(np.float16))
 
@@ -49,7 +50,7 @@ def test_a_scale_that_is_not_finite_is_refused() -> None:
 
 
 def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:
-    """Return the logits of a prompt, then of a single token."""
+    """Return the logits of a prompt, then those of a single token."""
     files = llm.read(path)
     model = build_model(files, ops(files.config, **options))
     cache = model.ops.make_cache(1, 40)

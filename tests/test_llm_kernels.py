@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's kernels, through their launch plans, against float64 formulas: on the simulator and on a GPU."""
+"""Tests of the decoder's kernels from their launch plans, against float64 formulas, simulated and on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np
 
 
 def frozen(**arrays: np.ndarray) -> dict[str, np.ndarray]:
-    """Make arrays read-only that a kernel must not write, and return them."""
+    """Make arrays read-only, as a kernel must not write them, and return them."""
     for a in arrays.values():
         a.flags.writeable = False
     return arrays
@@ -89,7 +89,7 @@ def test_swiglu_of_large_gates_stays_finite(backend: str, arch: int, dtype: str)
 
 
 def rotated(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Return heads [.., head_dim] after RMSNorm and RoPE, by float64 formulas."""
+    """Return heads [.., head_dim] after RMSNorm and RoPE, by the float64 formulas."""
     x = x.astype(np.float64)
     if weight is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
@@ -135,7 +135,7 @@ def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Return the attention of q [heads, head_dim] to k and v [kv_heads, keys, head_dim], by float64 formulas."""
+    """Return the attention of q [heads, head_dim] to k and v [kv_heads, keys, head_dim], by the float64 formulas."""
     out = np.empty(q.shape)
     for head in range(len(q)):
         keys, values = (a[head // (len(q) // len(k))].astype(np.float64) for a in (k, v))
@@ -155,7 +155,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int
 ) -> None:
-    """Keys and values after the last one are NaN and must not count."""
+    """Keys and values after the last one are NaN and must have no effect."""
     rng = np.random.default_rng(heads + head_dim)
     lengths, element = np.array(LENGTHS, np.int32), DTYPES[dtype]
     b = len(lengths)
@@ -172,11 +172,11 @@ def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     for row in range(m):
         i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
         wanted[row] = attention(q[row], k[i, :, :seen], v[i, :, :seen])
-    check_close(out, wanted, 2 * BOUNDS[dtype])  # tensor cores round the probabilities, too
+    check_close(out, wanted, 2 * BOUNDS[dtype])  # Tensor cores also round the probabilities.
 
 
 def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, Any], **options: bool) -> None:
-    """Run decode attention on its arrays by buffer name, and check that it leaves the counters at zero."""
+    """Run decode attention on its arrays by buffer name, and check that its counters are zero afterwards."""
     m, heads, head_dim = arrays["out"].shape
     _, kv_heads, capacity, _ = arrays["k"].shape
     sizes = m, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
@@ -201,7 +201,7 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
 def test_decode_attention_covers_the_cache_and_the_new_token(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
-    """There are one split, several splits, and CTAs without keys. Keys and values after the last one are NaN.
+    """There are one split, several splits, and CTAs without keys. Keys and values after the last are NaN.
 
     A full sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another
     order.
@@ -240,14 +240,14 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
             np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
         q = rotated(new_q[i], q_weight, cos[length], sin[length])
         wanted = attention(q, k[i, :, : length + 1], v[i, :, : length + 1])
-        check_close(out[i], wanted, 2 * BOUNDS[dtype])  # tensor cores round queries and probabilities, too
+        check_close(out[i], wanted, 2 * BOUNDS[dtype])  # Tensor cores also round queries and probabilities.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("m", "heads", "kv_heads"), [(1, 2, 1), (1, 9, 9), (1, 28, 28), (5, 27, 27)])
 def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, heads: int, kv_heads: int) -> None:
-    """Merge 18 splits, limited by MIN_SPLIT_KEYS, and as many as the SMs of a GPU take, 14, 4 and 2 on an H100."""
+    """Merge 18 splits, limited by MIN_SPLIT_KEYS, and the 14, 4 and 2 splits for which an H100 has SMs."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
     lengths = np.array([capacity - 1, 2 * UNSPLIT_KEYS, 2 * UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)
@@ -319,7 +319,7 @@ def test_dense_gemm_matches_the_float64_product(
     [
         *((1, 50, 96, 32), (1, 50, 96, 16), (17, 33, 64, 16), (16, 20, 4640, 32), (16, 20, 4640, 16)),
         *((3, 1100, 544, 32), (3, 1100, 544, 16)),
-        (2, 40, 208, 16),  # K that is no multiple of 32 takes another kernel
+        (2, 40, 208, 16),  # K is no multiple of 32, which takes another kernel
     ],
 )
 def test_dense_gemm_of_8_bit_codes_multiplies_the_rounded_weight(
@@ -336,7 +336,7 @@ def test_dense_gemm_of_8_bit_codes_multiplies_the_rounded_weight(
         check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + bias, bound)
 
 
-VOCAB = 3001  # odd, so that rows begin at each of the four alignments modulo 16 bytes
+VOCAB = 3001  # An odd size: rows begin at each of the four alignments modulo 16 bytes.
 
 
 def chosen_by_kernels(
@@ -348,7 +348,7 @@ def chosen_by_kernels(
     lengths: np.ndarray,
     sm_count: int = 0,
 ) -> np.ndarray:
-    """Return the tokens that the kernels choose; they update ``seen`` and ``lengths`` in place."""
+    """Return the tokens that the kernels choose; ``seen`` and ``lengths`` are updated in place."""
     here, run, m = facts(arch, backend), runner(backend), len(logits)
     here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
     options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
@@ -388,7 +388,7 @@ def chosen_by_kernels(
     ],
 )
 def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
-    """Noise and filters agree, so a seed gives the same text on every device."""
+    """Noise and filters agree, so that a seed gives the same text on every device."""
     rng = np.random.default_rng(8)
     logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
     seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
@@ -407,7 +407,7 @@ def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_equal_logits_infinities_and_nan_are_chosen_by_the_rules(backend: str, arch: int) -> None:
-    """The first of equal logits, wherever CTAs divide the vocabulary; -1 for NaN."""
+    """Of equal logits the first is chosen, wherever CTAs divide the vocabulary; NaN gives -1."""
     logits = np.zeros((4, VOCAB), np.float32)
     logits[1, [2999, 300, 1700]] = 2
     logits[2] = -np.inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of the CPU back end against the formulas in float64, the KV cache, and RoPE frequencies."""
+"""Tests of the CPU back end's forward pass against float64 formulas, of the KV cache, and of RoPE frequencies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def close(found: np.ndarray, wanted: np.ndarray) -> bool:
 @pytest.mark.parametrize("expand_weights", [True, False])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_model_family_matches_the_float64_formulas(tmp_path: Path, family: str, expand_weights: bool) -> None:
-    """Biases, q/k norms, tied and untied heads; with weights expanded to float32 and dequantized in each product."""
+    """Cover biases, q/k norms, tied and untied heads; weights in float32, or dequantized in each product."""
     files = llm.read(llm_models.folder(tmp_path, FAMILIES[family]))
     model = build_model(files, NumpyOps(files.config, expand_weights=expand_weights))
     assert close(all_logits(model, IDS), llm_models.forward(files, IDS))
@@ -81,7 +81,7 @@ def frequencies_of(**changes: Any) -> tuple[np.ndarray, float]:
 
 
 def test_llama3_rope_frequencies_follow_their_definition() -> None:
-    """Long waves are divided by the factor, short ones kept, others interpolated."""
+    """The frequencies of long waves are divided by the factor, those of short ones kept, others interpolated."""
     scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
     found, factor = frequencies_of(rope_scaling=scaling)
     assert factor == 1
@@ -144,7 +144,7 @@ def test_sequences_of_different_length_in_a_batch_do_not_see_each_other(small: t
 def test_logits_after_a_reused_prefix_equal_those_of_an_empty_cache(
     small: tuple[ModelFiles, Model], data: st.DataObject
 ) -> None:
-    """Any sequence of prompts that share prefixes."""
+    """Draw any sequence of prompts that share prefixes."""
     _, model = small
     cache = model.ops.make_cache(1, 24)
     for _ in range(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of whole models: exact folding, errors below round-to-nearest, and the folder that is written."""
+"""Tests of whole-model quantization: exact folding, errors below round-to-nearest, and the written folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64
 
 
 def dense_folder(path: Path, config: dict[str, Any], dtype: Any = np.float16) -> Path:
-    """Write a folder of a model with dense weights, some of whose channels have large activations."""
+    """Write a folder of a dense model in which some channels have large activations."""
     path.mkdir()
     tensors = llm_models.tensors(config, plain=("proj",))
     for name, a in tensors.items():
@@ -59,7 +59,7 @@ def sequences(files: llm.ModelFiles) -> list[list[int]]:
 def test_folded_model_gives_the_logits_of_the_original(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces the quantization by the folded weights themselves, so that only the folding is left."""
+    """The folded weights themselves replace the quantized ones, so only the folding is tested."""
     config = llm_models.FAMILIES[family]
     files = llm.read(dense_folder(tmp_path / "dense", config, np.float32))
     tensors = load_file(tmp_path / "dense" / "model.safetensors")
@@ -85,7 +85,7 @@ def test_folded_model_gives_the_logits_of_the_original(
     for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16), tunes=False):
         assert layer.output_error < 1e-5
         assert all(error < 1e-9 for _, error in layer.errors.values())
-    assert np.mean(np.array(changes) > 0.001) > 0.7  # the identity may be the best
+    assert np.mean(np.array(changes) > 0.001) > 0.7  # for some layers, no scales may be the best choice
     dense_folder(tmp_path / "folded", config)
     save_file(tensors, tmp_path / "folded" / "model.safetensors")
     logits = [all_logits(llm.load(tmp_path / name, device="cpu")) for name in ("dense", "folded")]
@@ -99,7 +99,7 @@ def all_logits(model: llm.LanguageModel) -> np.ndarray:
 
 
 class Unquantized(NamedTuple):
-    """A weight in the place of its quantized form."""
+    """A weight that takes the place of its quantized form."""
 
     w: np.ndarray
 
@@ -198,7 +198,7 @@ def test_ignoring_everything_keeps_the_model(llama: Path, tmp_path: Path) -> Non
 
 
 def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) -> None:
-    short = {**OPTIONS, "samples": 1}  # round-to-nearest must not need more
+    short = {**OPTIONS, "samples": 1}  # Round-to-nearest must accept as few samples.
     report = llm.quantize(llama, tmp_path / "new", [TEXT[:80]], evaluate=TEXT[:200], **short)
     assert list(report.perplexities) == ["16-bit", "rtn", "result"]
     for name, folder in (("16-bit", llama), ("result", tmp_path / "new")):
@@ -208,7 +208,7 @@ def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) ->
     assert report.perplexities["rtn"] == llm.load(tmp_path / "rtn", device="cpu").score(TEXT[:200]).perplexity
     stored = json.loads((tmp_path / "new" / "quantization_report.json").read_text())
     assert stored["perplexities"] == report.perplexities
-    first, _ = stored["layers"]  # the second layer corrects the first one's errors, so its own may increase
+    first, _ = stored["layers"]  # The second layer corrects errors of the first one, so its own error may increase.
     assert first["output_error"] < first["nearest_output_error"]
     assert stored["memory_bytes"]["cpu"] > 1e6
     lines = (tmp_path / "new" / "quantization_report.txt").read_text().splitlines()
@@ -309,7 +309,7 @@ def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.
     assert main(arguments) == 2
     assert "expected a new or empty folder" in capsys.readouterr().err
     (tmp_path / "texts" / "a.txt").unlink()
-    os.mkfifo(tmp_path / "texts" / "b.txt")  # reading it would never end
+    os.mkfifo(tmp_path / "texts" / "b.txt")  # Reading a pipe without a writer would never end.
     assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
     assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
 

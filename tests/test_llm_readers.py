@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of model files: exact values, and errors for damaged files and headers that contradict their data."""
+"""Tests of the readers of model files: exact values, and errors for damaged and inconsistent files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_all(files: ModelFiles) -> None:
     files.load_tokenizer()
 
 
-# GGUF
+# GGUF files.
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
@@ -97,7 +97,7 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_damaged_gguf_file_raises_one_kind_of_error_and_never_hangs(
     gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """The file is truncated anywhere, or one word of its header is changed; it may still be a valid model."""
+    """The file is truncated anywhere, or a word of its header is changed, after which it may still be valid."""
     path = tmp_path_factory.mktemp("damaged") / "m.gguf"
     if data.draw(st.booleans()):
         damaged = gguf_bytes[: data.draw(st.integers(0, len(gguf_bytes) - 1))]
@@ -162,8 +162,8 @@ def test_gguf_metadata_of_another_type_are_refused(tmp_path: Path, changes: dict
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        ("smollm", ["ab", "  ", "1", "2", " ", " ", "ab"]),  # each digit alone, spaces joined to the first digit
-        ("qwen2", ["ab", " ", " ", "1", "2", " ", " ", "ab"]),  # the last space of a run joins the next word
+        ("smollm", ["ab", "  ", "1", "2", " ", " ", "ab"]),  # digits are single tokens, and spaces join
+        ("qwen2", ["ab", " ", " ", "1", "2", " ", " ", "ab"]),  # the last of several spaces joins the next word
         ("llama-bpe", ["ab", " ", " ", "12", " ", " ", "ab"]),
         ("gpt-2", ["ab", " ", " ", "12", " ", " ", "ab"]),
     ],
@@ -191,7 +191,7 @@ def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeyp
     assert len(llm.read("tiny").config.layers) == 2
 
 
-# Hugging Face folders
+# Hugging Face folders.
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         llm.read(tmp_path / "m.bin")
 
 
-# ak48
+# ak48 files.
 
 
 def write_ak48(tmp_path: Path, config: dict[str, Any] = QWEN3, **options: Any) -> Path:
@@ -282,7 +282,7 @@ def write_ak48(tmp_path: Path, config: dict[str, Any] = QWEN3, **options: Any) -
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_ak48_file_holds_every_tensor_of_its_folder(tmp_path: Path, tied: bool) -> None:
-    """head_dim is larger than hidden / heads, which the format's first loader misreads."""
+    """head_dim is larger than hidden / heads, which the format's first loader reads wrongly."""
     path = write_ak48(tmp_path, {**QWEN3, "tie_word_embeddings": tied})
     files, folder = llm.read(path), llm.read(tmp_path)
     assert files.config == folder.config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: the probabilities of tokens, the noise behind them, penalties, and values out of range."""
+"""Tests of sampling: the probabilities of tokens, the random noise, penalties, and values out of range."""
 
 from __future__ import annotations
 

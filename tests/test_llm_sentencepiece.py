@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SentencePiece tokenizers of GGUF files: ids that the package sentencepiece gave, and a plain reference.
+"""Tests of the SentencePiece tokenizers of GGUF files against recorded ids and a plain reference.
 
-`sentencepiece.json` was recorded by tests/peers/compare_sentencepiece.py.
+`sentencepiece.json` was recorded from the package sentencepiece by tests/peers/compare_sentencepiece.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPACE = "▁"
 
 
 def metadata(**changes: Any) -> dict[str, Any]:
-    """The recorded metadata with arrays as a GGUF reader returns them; ``changes`` replace fields."""
+    """Return the recorded metadata with arrays as a GGUF reader returns them; ``changes`` replace fields."""
     fields = {**RECORDED["fields"], **{PREFIX + key: value for key, value in changes.items()}}
     for key, dtype in (("scores", np.float32), ("token_type", np.int32)):
         if isinstance(fields[PREFIX + key], list):
@@ -47,13 +47,13 @@ def test_ids_and_texts_are_those_of_sentencepiece(
 ) -> None:
     assert tokenizer.encode(text, add_special_tokens=False, special_tokens=False) == ids
     assert tokenizer.decode(ids) == decoded
-    assert tokenizer.encode(text, special_tokens=False) == [1, *ids]  # BOS is added by default
+    assert tokenizer.encode(text, special_tokens=False) == [1, *ids]  # The token BOS is added by default.
     stream = tokenizer.stream()
     assert "".join(stream.step(i) for i in ids) == decoded.removesuffix("�")
 
 
 def merge(text: str, vocabulary: dict[str, int], scores: list[float]) -> list[str]:
-    """The pieces of a text: merge the best pair of neighbors, the first of equal ones, until none is a token."""
+    """Return the pieces of a text, whose best pair of neighbors, the first of equal ones, is merged repeatedly."""
     pieces = list(text)
     while True:
         joined = [
@@ -130,7 +130,7 @@ def test_invalid_fields_are_refused(changes: dict[str, Any], message: str) -> No
 
 
 def model_file(path: Path) -> Path:
-    """A GGUF file of a model of random weights with the recorded tokenizer and a template of Llama 2."""
+    """Write a GGUF file of a model with random weights, the recorded tokenizer, and a template of Llama 2."""
     fields = RECORDED["fields"]
     tokens = fields[PREFIX + "tokens"]
     writer = gguf.GGUFWriter(path, "llama")

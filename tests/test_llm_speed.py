@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of random weights for benchmarks: they run, and count the bytes that a decode step reads."""
+"""Tests of the benchmarks' models with random weights: they run, and count the bytes that a decode step reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_step_bytes_count_all_weights_keys_and_values_of_a_decode_step() -> None:
-    """Quantized values take 0.5 bytes, plus 5/256 for scales and zero points; the head, keys and values count too."""
+    """A quantized value takes 0.5 bytes, plus 5/256 for scales and zero points."""
     one, three = speed.measure("tiny", batches=(1, 3), prompt_tokens=10, steps=4, index=-1)
     values = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
     weights = values // 2 + values // 128 * 5 // 2 + 2 * 1000 * 256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates and tokenizers of untrusted files: forged turns, limits, and errors that name the file."""
+"""Tests of chat templates and tokenizers of untrusted files: forged turns, limits, and errors with the file's name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def render(template: str, content: str = "hi") -> str:
     return chat_template.render(template, [{"role": "user", "content": content}], {}, "m.gguf")
 
 
-# Forged turns
+# Forged turns.
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_template_that_repeats_or_cuts_a_masked_text_still_renders() -> None:
     assert tokenizer.decode(ids).startswith("<|end|>x<|end|>x|")
 
 
-# Templates
+# Templates.
 
 HANGS = {
     "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
@@ -276,7 +276,7 @@ def test_a_long_conversation_is_within_the_limits() -> None:
     assert time.process_time() - began < 10
 
 
-# tokenizer.json
+# Tokenizers.
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
@@ -345,7 +345,7 @@ def test_text_that_is_no_unicode_is_encoded_with_replacements(model: LanguageMod
     assert model.tokenizer.decode(model.encode("a\ud800b", raw=True)) == "a?b"
 
 
-# Sampling and chats
+# Sampling and chats.
 
 
 def test_a_tiny_temperature_takes_the_most_likely_token() -> None:
@@ -354,7 +354,7 @@ def test_a_tiny_temperature_takes_the_most_likely_token() -> None:
     logits = np.array([0.0, 80.0, 79.0], np.float32)
     for temperature in (5e-324, 1e-300, 1e-45, 1e-38, GREEDY_BELOW / 2):
         sampling = Sampling(temperature=temperature, top_k=2, top_p=0.5, min_p=0.1)
-        assert sampling.temperature == 0  # which every back end takes for greedy
+        assert sampling.temperature == 0  # every back end takes temperature 0 as greedy
         assert choose_token(logits, sampling, seen=np.zeros(3, bool), sequence=0, position=0) == 1
     sampling = Sampling(temperature=GREEDY_BELOW, top_p=0.9)
     assert choose_token(logits, sampling, seen=np.zeros(3, bool), sequence=0, position=0) == 1
@@ -422,7 +422,7 @@ def test_a_capacity_of_0_is_refused_and_not_taken_for_the_default(model: Languag
 
 
 def test_the_tokenizers_library_still_panics_where_the_guard_is_needed() -> None:
-    """A panic is no Exception, so that only a guard for BaseException catches it."""
+    """A panic is not an Exception, so only a guard for BaseException catches it."""
     inner = llm_models.tokenizer()
     inner.enable_truncation(3, stride=0)
     table = json.loads(inner.to_str())

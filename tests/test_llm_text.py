@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in, text out: generation, chat templates, chats, scores and the commands."""
+"""Tests of text generation: chat templates, chats, scores and the commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(path: Path) -> LanguageModel:
     return llm.load(path, device="cpu")
 
 
-# Generation
+# Generation.
 
 
 def test_a_batch_generates_what_each_prompt_generates_alone(model: LanguageModel) -> None:
@@ -104,7 +104,7 @@ def test_a_stop_string_that_is_a_special_token_ends_a_text(path: Path) -> None:
 
 
 class CharacterStream:
-    """A decode stream whose tokens are characters."""
+    """A decode stream whose tokens are single characters."""
 
     def step(self, token: int) -> str:
         return chr(token)
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_text_even_if_tokens_split_it(text: str, stop: li
         if detokenizer.stopped:
             break
     out += detokenizer.flush()
-    # The stop string that is complete first ends the text, at its own beginning.
+    # The stop string that is completed first ends the text, which is cut where that string begins.
     ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
     last = min(end for end, _ in ends) if ends else 0
     assert detokenizer.stopped == bool(ends)
@@ -148,7 +148,7 @@ def test_invalid_arguments_of_generate_are_refused(
 def test_the_models_gpu_is_current_during_its_work_and_never_during_the_callers(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = 0  # the current GPU; the model is on number 1
+    here = 0  # The current GPU is number 0, and the model is on number 1.
 
     @contextlib.contextmanager
     def on(index: int) -> Iterator[None]:
@@ -193,7 +193,7 @@ def test_an_answer_ends_at_the_end_of_the_context(model: LanguageModel) -> None:
     assert (len(completion.tokens), completion.reason) == (6, "length")
 
 
-# Templates
+# Templates.
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_chat_templates_may_use_break_tojson_strftime_and_special_tokens() -> No
     assert tokenizer.decode(ids) == '<s>{"role": "user", "content": "<é>"}4'
 
 
-# Chats
+# Chats.
 
 
 def said(chat: llm.Chat, text: str, **options: Any) -> str:
@@ -292,7 +292,7 @@ def test_a_message_beyond_the_capacity_is_refused_and_the_conversation_stays(mod
         model.chat(capacity=257)
 
 
-# Scores
+# Scores.
 
 
 def test_a_score_is_the_sum_of_log_probabilities(model: LanguageModel, path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_score_is_the_sum_of_log_probabilities(model: LanguageModel, path: Pat
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(model: LanguageModel) -> None:
-    """Each token is scored once: 600 tokens are windows of 256, 256 and 90 that overlap by one token."""
+    """Each token is scored once: 600 tokens are windows of 256, 256 and 90 that overlap by one."""
     text = "abcdefghij" * 60
     parts = [text[0:256], text[255:511], text[510:600]]
     scores = [model.score(part) for part in parts]
@@ -322,7 +322,7 @@ def test_a_score_of_a_text_of_one_token_is_refused(model: LanguageModel) -> None
         model.score("x")
 
 
-# Commands
+# Commands.
 
 
 def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocations that fail, one after the other: MemoryError each time, and the same objects work afterwards."""
+"""Tests of failing allocations, one after the other: each raises MemoryError, and the objects can still be used."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.products import put, tensors
 from tests.tools import soak
 
 Failing = Callable[[int], AbstractContextManager[Any]]
-"""A context in which the n-th allocation raises MemoryError."""
+"""A context in which allocation number n raises MemoryError."""
 
 ROWS = (1, 3, 40, 300)
 
 
 @contextmanager
 def failing_numpy(n: int) -> Iterator[None]:
-    """Let the n-th call of NumPy's allocating functions fail."""
+    """Let call number n of NumPy's allocating functions fail."""
     count = itertools.count()
 
     def limited(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def failing_numpy(n: int) -> Iterator[None]:
 
 @contextmanager
 def failing_cupy(n: int) -> Iterator[None]:
-    """Let the n-th request for device memory fail, as if the GPU were full: for an array, a kernel, a stream, ..."""
+    """Let request number n for device memory fail as on a full GPU: for an array, a kernel, a stream, ..."""
     import cupy
     from cuda.bindings import driver
 
@@ -115,7 +115,7 @@ def failing_cupy(n: int) -> Iterator[None]:
 
 
 STEPS = [pytest.param(7, id="every seventh"), pytest.param(1, marks=pytest.mark.slow, id="each")]
-"""The distance of the requests for memory that fail."""
+"""The values of ``step``: each step-th request for memory fails."""
 
 
 def fail_each_allocation(
@@ -123,8 +123,8 @@ def fail_each_allocation(
 ) -> int:
     """Fail each ``step``-th allocation of ``make`` and of the call that it returns, one per run; return their number.
 
-    The error's text must match ``message``. After a failed call the same object is called again, with enough memory,
-    and must return the same bits.
+    The error must match ``message``. After a failed call the same object is called again, with enough memory, and must
+    return the same bits.
     """
     expected = make()()
     for n in itertools.count(0, step):
@@ -143,7 +143,7 @@ def fail_each_allocation(
 
 
 def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
-    """Return a call of every operation on arrays that ``copy`` places on the device."""
+    """Return a call of every operation, on arrays that ``copy`` places on the device."""
     rng = np.random.default_rng(0)
     weight = PackedWeight(*map(copy, tensors(random_weight(rng, 128, 64, 32))))
     layer = AwqLinear(weight, bias=copy(np.ones(64, np.float16)), activation="silu")
@@ -196,7 +196,7 @@ def test_a_language_model_on_the_cpu_generates_after_any_allocation_that_fails(t
 
 
 def test_threads_that_share_layers_get_the_bits_of_one_thread() -> None:
-    """The soak tool, for a second; it runs for minutes by hand."""
+    """Run the soak tool for a second; by hand it runs for minutes."""
     run = soak.Soak(HOST, failures=0)
     run.run(threads=2, seconds=1)
     assert run.faults == []
@@ -241,7 +241,7 @@ def _fail_generation(
 def test_exhausted_gpu_memory_is_one_error_of_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The texts are those of CuPy 14 and its libraries."""
+    """The texts are those of CuPy 14 and of the libraries that it uses."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -336,7 +336,7 @@ def test_a_binary_that_the_driver_refuses_is_an_error(loading: SimpleNamespace) 
 
 
 def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for CuPy and the driver, whose first module, function attribute and workspace do not fit."""
+    """Stand-ins for CuPy and the driver have no room for the first module, function attribute and workspace."""
     from cuda.bindings import driver
 
     failures, limits = ["module", "attribute", "workspace"], []

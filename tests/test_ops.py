@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operations: the NumPy path, and with the marker ``gpu`` the kernels against float64 formulas."""
+"""Tests of the public operations: the NumPy path, and with a GPU the kernels against float64 formulas."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_no_rows_give_no_rows() -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("entry", "values"), [("s4_to_fp16x2", 8), ("int8_to_fp16", 4)])
 def test_conversion_kernels(backend: str, arch: int, aligned: bool, entry: str, values: int) -> None:
-    """Both code paths, a partly empty last CTA, and a result that is not aligned to 16 bytes."""
+    """Cover both code paths, a partly empty last CTA, and a result that is not aligned to 16 bytes."""
     facts = device.nominal(arch)
     words = np.random.default_rng(0).integers(-(2**31), 2**31, 700).astype(np.int32)
     base = np.full(700 * values + 1, np.nan, np.float16)

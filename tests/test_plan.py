@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans; with the marker ``gpu`` also in captured graphs and on several streams."""
+"""Tests of plans; with a GPU also in captured graphs and on several streams."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 
 def constant(plan: cupy_awq.Plan) -> int | None:
-    """Return whether the kernel may read the weight before preceding kernels finish; None if no kernel of it can."""
+    """Return whether the kernel may read the weight before preceding kernels finish; None if no such kernel exists."""
     return dict(plan._prepared._launcher.plan.kernel.defines).get("MAY_PREFETCH_WEIGHTS")
 
 
@@ -126,7 +126,7 @@ def test_only_plans_prefetch_the_weight_before_the_preceding_kernel_finishes() -
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64])
 def test_a_plan_waits_for_the_kernels_that_write_its_weight(m: int) -> None:
-    """Its launches may read the weight before preceding kernels finish (PDL)."""
+    """Launches of the plan may read the weight before preceding kernels finish (PDL)."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -172,7 +172,7 @@ def test_a_plan_that_is_made_during_a_capture() -> None:
 
 @pytest.mark.gpu
 def test_functions_whose_first_call_is_captured() -> None:
-    """Workspaces that the first call allocates and zeroes are not part of the graph."""
+    """The first call allocates and zeroes workspaces outside of the graph."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -180,11 +180,11 @@ def test_functions_whose_first_call_is_captured() -> None:
     on_gpu = put(weight)
     values = random_activations(rng, 1, 512)
     x, out, eager = put(values), nan_like((1, 128), FLOAT16), nan_like((1, 128), FLOAT16)
-    stream = cupy.cuda.Stream(non_blocking=True)  # one that has no workspace yet
+    stream = cupy.cuda.Stream(non_blocking=True)  # A new stream has no workspace yet.
     cupy.cuda.Device().synchronize()
     with stream:
         dirty = cupy.full(workspaces.COUNTER_BYTES + WORKSPACE_BYTES, 255, cupy.uint8)
-        del dirty  # what the stream's next allocation may get
+        del dirty  # The stream's next allocation may get this memory.
         stream.begin_capture()
         gemm(x, on_gpu, out=out, split_k=4)
         graph = stream.end_capture()

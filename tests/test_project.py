@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the repository: layers of imports, contents of files, and the files that an installation carries."""
+"""Rules for the repository: import layers, contents of files, and the files in an installation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ORDER = (
     " block_check block_reference checkpoint runtime kernels ops quantization quantizer linear loader llm tools"
     " __main__"
 ).split()
-"""The layers, the lowest first; a module imports from its own and lower ones.
+"""The layers, the lowest first. A module imports from its own layer and from lower ones.
 
 `__init__` is the lowest because it imports a public name when it is first used.
 """
@@ -88,7 +88,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def layer_of(path: Path) -> str:
-    """Return the layer of a module: "ops" for cupy_awq/ops/gemm.py."""
+    """Return the layer of a module, such as "ops" for cupy_awq/ops/gemm.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -125,7 +125,7 @@ def test_no_part_of_llm_imports_from_a_part_above() -> None:
 
 
 def module_name(path: Path) -> str:
-    """Return the dotted name of a module: "cupy_awq.ops" for cupy_awq/ops/__init__.py."""
+    """Return the dotted name of a module, such as "cupy_awq.ops" for cupy_awq/ops/__init__.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -134,11 +134,12 @@ def test_imports_have_no_cycle_not_even_inside_functions() -> None:
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for module, path in modules.items():
         for name in imported(path):
-            target = name if name in modules else name.rpartition(".")[0]  # a module, or a name of one
+            # The name is a module, or a name in a module.
+            target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target != module:
                 graph[module].add(target)
     assert graph["cupy_awq.linear"] >= {"cupy_awq.check", "cupy_awq.weight"}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+    graphlib.TopologicalSorter(graph).prepare()  # Raises CycleError with the cycle.
 
 
 def kernels_below(folder: str) -> list[Path]:
@@ -276,7 +277,7 @@ def test_nothing_imports_torch() -> None:
 def test_importing_every_public_name_is_quick_and_leaves_cupy_unloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NumPy's own import, half of the total, does not count. The first of three imports compiles to bytecode."""
+    """NumPy's import, half of the total, is subtracted; the first of three imports compiles to bytecode."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     program = (
@@ -321,7 +322,7 @@ def copy_checkout(target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a wheel from the source distribution of a copy of the checkout, as an index would."""
+    """Build a wheel from the source distribution of a copy of the checkout, as an installation from an index does."""
     work = tmp_path_factory.mktemp("dist")
     checkout = work / "checkout"
     copy_checkout(checkout)

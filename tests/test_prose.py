@@ -15,7 +15,7 @@ from tests.tools import operator_table
 from tests.tools.sample_prose import CUDA, PACKAGE, ROOT, Prose, all_docstrings
 
 PAGES = {"README.md": 150, "CHANGELOG.md": 80}
-"""The largest number of lines of a page."""
+"""The largest number of lines of each page."""
 MAX_LINES = 450
 """The largest number of lines of a module or a CUDA source."""
 
@@ -28,7 +28,7 @@ FRAGMENTS = set(
 NOT_VERBS = set("A All An Any Both Each Every How Its It None Nothing One Same The These This Those Whether".split())
 """Words that start a noun phrase, which a function's docstring is not."""
 CONTRACT = {"refusal", "configs", "estimate_us", "plan", "workspace", "prepare_weight"}
-"""The functions of a kernel family, which `kernels.family.Family` documents once for all families."""
+"""The functions of a kernel family, which `kernels.family.Family` documents for all families."""
 SUFFIXES = ("s", "d", "ed", "r", "er", "ing", "ion", "ation")
 
 
@@ -102,7 +102,7 @@ def test_docstring_of_a_dataclass_names_every_field() -> None:
 
 
 def test_error_messages_have_one_form() -> None:
-    """A message says "name: expected X, got Y"; one without what it got states a fact instead."""
+    """A message has the form "name: expected X, got Y"; a message without "got" states a fact."""
     wrong = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -115,7 +115,7 @@ def test_error_messages_have_one_form() -> None:
 
 
 def stem(name: str) -> str:
-    """Return a name without the ending that makes a verb of a noun, or the like."""
+    """Return a name without an ending such as "-ing" or "-s"."""
     ending = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
     return name.removesuffix(ending).rstrip("e") if len(name) - len(ending) >= 3 else name
 
@@ -141,7 +141,7 @@ def test_readme_has_the_figures_of_the_results() -> None:
 
 
 def test_operator_table_is_what_its_command_prints() -> None:
-    """And each test that the table names exists."""
+    """Each test that the table names must also exist."""
     text = operator_table.table()
     assert text in (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     for file, names in re.findall(r"`(test_\w+\.py)::([\w, ]+)`", text):

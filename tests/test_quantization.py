@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization with calibration data, against brute force over tokens, rows and groups in float64."""
+"""Tests of calibrated quantization against brute force over tokens, rows and groups in float64."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def layers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def brute_error(w: np.ndarray, quantized: np.ndarray, x: np.ndarray) -> float:
-    """Return the squared error of the outputs per token, in float64."""
+    """Return the squared error of the outputs per token, computed in float64."""
     difference = quantized.astype(np.float64) - w
     return float(np.square(x.astype(np.float64) @ difference.T).sum() / len(x))
 
 
 def brute_nearest(w: np.ndarray, group_size: int, dtype: Any = np.float16, ends: tuple[float, float] = (1, 1)) -> Any:
-    """Return a weight [N, K] rounded to nearest on asymmetric grids, row by row and group by group, in float64."""
+    """Return a weight [N, K] rounded to nearest on asymmetric grids, one row and group at a time, in float64."""
     result = np.empty(w.shape)
     for row, start in itertools.product(range(len(w)), range(0, w.shape[1], group_size)):
         group = w[row, start : start + group_size].astype(np.float64)
@@ -95,7 +95,8 @@ def test_scale_search_finds_the_least_error_of_the_brute_force_grid(layer: Any) 
     parts = [w[:8], w[8:]] if len(w) > 8 else [w]
     before = [part.copy() for part in parts]
     found = search_channel_scales(parts, moments, group_size=group_size, scale_dtype=FLOAT16)
-    for part, copy in zip(parts, before, strict=True):  # AutoAWQ on CPUs leaves scaled weights behind
+    # The search must not modify the weights, as AutoAWQ's does on CPUs.
+    for part, copy in zip(parts, before, strict=True):
         np.testing.assert_array_equal(part.view(np.uint32), copy.view(np.uint32))
 
     def loss(t: np.ndarray) -> float:
@@ -150,7 +151,7 @@ def test_clipping_by_second_moments_is_nearly_as_good_as_all_pairs_of_ends_by_to
 
 
 def brute_gptq(w: np.ndarray, second: np.ndarray, scale: np.ndarray, zero: np.ndarray, group_size: int) -> np.ndarray:
-    """Return the values of GPTQ, channel by channel, with the inverse Hessian updated by elimination."""
+    """Return GPTQ's dequantized weights, channel by channel, with the inverse Hessian updated by elimination."""
     w, inverse = w.astype(np.float64), np.linalg.inv(second.astype(np.float64))
     result = np.empty_like(w)
     for j in range(len(second)):
@@ -158,7 +159,7 @@ def brute_gptq(w: np.ndarray, second: np.ndarray, scale: np.ndarray, zero: np.nd
         result[:, j] = (np.clip(np.rint(w[:, j] / s) + z, 0, 15) - z) * s
         w -= np.outer((w[:, j] - result[:, j]) / inverse[j, j], inverse[j])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
-        inverse[j, j] = 1  # eliminated; never used again
+        inverse[j, j] = 1  # channel j is eliminated: its pivot is not used again
     return result
 
 
@@ -171,7 +172,7 @@ def test_error_compensation_equals_the_formula_channel_by_channel() -> None:
     found = compensate_errors(w, second, grid).dequantize()
     expected = brute_gptq(w, second, grid.scale, grid.zero, 32)
     is_equal = np.isclose(found, expected, atol=1e-6)
-    assert is_equal.mean() > 0.98  # ties fall to either side in float32, and change what follows
+    assert is_equal.mean() > 0.98  # In float32 a tie may round to either side, which changes later channels.
     assert brute_error(w, found, x) == pytest.approx(brute_error(w, expected, x), rel=0.02)
 
 
@@ -332,7 +333,7 @@ def test_scales_are_those_of_a_plain_exponent_for_one_outlier_channel() -> None:
 
 
 def test_inverse_factor_is_the_cholesky_factor_of_the_inverse() -> None:
-    a = np.random.default_rng(6).standard_normal((800, 600))  # large enough to be inverted in blocks
+    a = np.random.default_rng(6).standard_normal((800, 600))  # large enough that the factor is inverted in blocks
     second = a.T @ a
     u = inverse_factor(second)
     assert (np.tril(u, -1) == 0).all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the quantizer, against their NumPy implementations bit by bit."""
+"""Tests of the quantizer's kernels against their NumPy implementations, bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALE_DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 
 def freeze(*inputs: np.ndarray | None) -> None:
-    """Make arrays read-only, so that a kernel that writes them fails."""
+    """Make arrays read-only, so that a kernel that writes to them fails."""
     for a in inputs:
         if a is not None:
             a.flags.writeable = False
@@ -35,7 +35,7 @@ def check_block(backend: str, arch: int, channels: int, n: int, seed: int, *, ha
     rng = np.random.default_rng(seed)
     target = rng.uniform(-3, 18, (channels, n)).astype(np.float32)
     target[rng.random(target.shape) < 0.1] = 2.5
-    if has_old:  # changes are finite, also those of infinite targets
+    if has_old:  # With `old`, changes are finite even for infinite targets.
         target[rng.random(target.shape) < 0.1] = rng.choice([np.inf, -np.inf])
     old = rng.integers(0, 16, target.shape).astype(np.float32) if has_old else None
     factors = (rng.standard_normal((channels, channels)) * channels**-0.5).astype(np.float32)
@@ -133,11 +133,11 @@ BUGS = {
     "the old zero point is left out": ("refine_group", "(c + z) * q1", "c * q1", "values"),
     "an invalid scale is taken": ("refine_group", "if (!is_valid) continue;", "", "values"),
 }
-"""Planted bugs: (kernel, text, its replacement, the check that catches the bug)."""
+"""Planted bugs: (kernel, source text, its replacement, the check that catches the bug)."""
 
 
 def check_kernel(kernel: str) -> None:
-    """Check blocks of channels or groups, on the simulator."""
+    """Check blocks of channels, or groups, on the simulator."""
     if kernel == "round_channels":
         for has_old in (True, False):
             check_block("latest", 80, 30, 90, 0, has_old=has_old)

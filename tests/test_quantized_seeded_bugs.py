@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs planted in copies of the integer and convolution kernels: the test suite must catch each of them.
+"""Bugs planted in copies of the integer and convolution kernels, each of which the tests must catch.
 
-The last entry of a bug names the checks that catch it: the kind of the simulator's fault, or "values" for a wrong
-result. The first one is with asynchronous copies that land as late as possible, the second one as early as possible.
-"fp8" after a file name selects its float8 form.
+The last entry of a bug has the checks that catch it, with asynchronous copies that land as late, and as early, as PTX
+allows: the kind of the simulator's fault, or "values" for a wrong result. The suffix "fp8" of a file name selects its
+float8 form.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def test_kernels_pass_before_a_bug_is_planted(file: str) -> None:
 
 
 FIRST = {seed[0]: name for name, seed in reversed(SEEDS.items())}.values()
-"""The first bug of each file, which the default run plants."""
+"""The first bug of each file. A run without slow tests plants only these."""
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in SEEDS])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantize`: error bounds, extreme values, and the messages for invalid input."""
+"""Tests of `quantize`: error bounds, extreme values, and the messages for invalid input."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.floa
 
 
 def decoded(weight: PackedWeight) -> np.ndarray:
-    """Return the dequantized weight, rounded to the scales' dtype, as float64."""
+    """Return the dequantized weight, rounded to the dtype of the scales, as float64."""
     return reference.dequantize(weight.qweight, weight.scales, weight.qzeros).astype(np.float64)
 
 
 def steps(weight: PackedWeight) -> np.ndarray:
-    """Return the scale of each element, [K, N] float64."""
+    """Return the scale of each element, float64 [K, N]."""
     return np.repeat(weight.scales.astype(np.float64), weight.group_size, axis=0)
 
 
 @st.composite
 def dense(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Draw (w, group_size): groups of both signs, one sign or zeros, of magnitude 1e-3 to 1e3, with any strides."""
+    """Draw (w, group_size).
+
+    Groups have both signs, one sign or zeros, magnitudes from 1e-3 to 1e3, and any strides.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups, n = draw(st.integers(1, 40)), draw(st.integers(1, 4)), 8 * draw(st.integers(1, 4))
     w = rng.standard_normal((groups, group_size, n)) * 10.0 ** rng.uniform(-3, 3, (groups, 1, n))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NumPy reference against formulas in float64 that share no code with it."""
+"""Tests of the NumPy reference against float64 formulas that share no code with it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding=
 
 FLOAT16, BFLOAT16, FLOAT32 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
 SIGNIFICANT_BITS = {FLOAT16: 11, BFLOAT16: 8, FLOAT32: 24}
-LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # exponent of the smallest subnormal
+LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # the binary exponent of the smallest subnormal number
 
 
 class Problem(NamedTuple):
-    """The operands of a matrix product."""
+    """The operands of a GEMM."""
 
     qweight: np.ndarray
     scales: np.ndarray
     qzeros: np.ndarray | None
     x: np.ndarray
     element: np.dtype[Any]
-    """The element type of x: bfloat16 where x is uint16 and holds its bits."""
+    """Return the element type of x: bfloat16 if x is uint16 and holds its bits."""
 
 
 def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray | None) -> np.ndarray:
-    """Return W [K, N] by the formula, with the bit shifts from the specification of the format."""
+    """Return W [K, N] in float64 by the formula, with the bit shifts of the format's specification."""
 
     def codes(words: np.ndarray) -> np.ndarray:
         shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
@@ -56,7 +56,7 @@ def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray |
 
 
 def rounded(a: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return `a` rounded to `dtype`, to nearest with ties to even, as float64. Overflow is not handled."""
+    """Return ``a`` rounded to ``dtype``, to nearest with ties to even, as float64. Overflow is not handled."""
     _, exponent = np.frexp(a)
     unit = np.maximum(exponent - SIGNIFICANT_BITS[dtype], LEAST_EXPONENT[dtype])
     return np.ldexp(np.rint(np.ldexp(a, -unit)), unit)
@@ -64,14 +64,14 @@ def rounded(a: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Draw a product: any tail sizes, any form of zero points, contiguous tensors and slices of larger ones."""
+    """Draw a GEMM of any size and any form of zero points, on contiguous tensors and slices of larger ones."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups = draw(st.integers(1, 40)), draw(st.integers(1, 5))
     words = draw(st.integers(1, 7))
     k, n = group_size * groups, 8 * words
     scale_dtype = draw(st.sampled_from([FLOAT16, BFLOAT16]))
     above, left = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    order = draw(st.sampled_from([1, -1]))  # -1: the rows in reverse order
+    order = draw(st.sampled_from([1, -1]))  # -1 reverses the order of the rows
 
     def part(a: np.ndarray, per_word: int) -> np.ndarray:
         return a[above:, left * per_word : (left + words) * per_word][::order]
@@ -130,7 +130,7 @@ def test_matmul_is_the_float64_product(
     x64, w64 = x.view(element).astype(np.float64), float64_weight(qweight, scales, qzeros)
     b64 = np.zeros(n) if bias is None else bias.astype(np.float64)
     expected = x64 @ w64 + b64
-    # The result is rounded once, after at most K + 2 float32 operations with one rounding each.
+    # The bound: at most K + 2 float32 operations, each rounded once, then one rounding of the result.
     half_unit = 2.0 ** -SIGNIFICANT_BITS[element]
     bound = 2.0 ** LEAST_EXPONENT[element] + half_unit * np.abs(expected)
     bound += (len(w64) + 2) * 2.0**-24 * 1.01 * (np.abs(x64) @ np.abs(w64) + np.abs(b64))
@@ -142,11 +142,11 @@ FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda v: v / (1 + np.exp(-v)),
     "gelu": lambda v: 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3))),
 }
-"""The float64 formula of each entry of `cupy_awq.activation.FUNCTIONS`, for all tests of epilogues."""
+"""The float64 formula of each entry of `cupy_awq.activation.FUNCTIONS`, for the tests of all epilogues."""
 
 
 def float64_epilogue(v: np.ndarray, activation: Any, residual: np.ndarray | float = 0.0) -> np.ndarray:
-    """Return activation(v) + residual by the formulas, in float64."""
+    """Return activation(v) + residual in float64."""
     if activation == "swiglu":
         gate, up = np.split(v, 2, axis=-1)
         v = FORMULAS["silu"](gate) * up
@@ -187,7 +187,8 @@ def test_epilogues_are_the_float64_formulas_rounded_once(
 
 
 def test_activations_of_extreme_values() -> None:
-    qweight, scales = np.full((1, 1), 0x99999999, np.uint32).view(np.int32), np.ones((1, 8), np.float16)  # W = 1
+    # Codes 9, zero points 8 and scales 1: all elements of W are 1.
+    qweight, scales = np.full((1, 1), 0x99999999, np.uint32).view(np.int32), np.ones((1, 8), np.float16)
     v = np.array([-np.inf, -60000, -100, -0.0, 0.0, 100, 60000, np.inf, np.nan], np.float16)
 
     def activated(activation: Any) -> np.ndarray:
@@ -297,7 +298,7 @@ def test_inf_or_nan_in_a_row_stays_in_that_row() -> None:
         y = reference.matmul(x, weight.qweight, weight.scales, weight.qzeros)
     sign = np.sign(float64_weight(weight.qweight, weight.scales, weight.qzeros)[5])
     assert (sign == 0).any()
-    expected = {-1: -np.inf, 0: np.nan, 1: np.inf}  # Inf * 0 is NaN
+    expected = {-1: -np.inf, 0: np.nan, 1: np.inf}  # infinity times a weight of 0 is NaN
     np.testing.assert_array_equal(y[1], [expected[s] for s in sign])
     assert np.isnan(y[2]).all()
     np.testing.assert_array_equal(y[[0, 3]], clean[[0, 3]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel on the fragment layout, compared with float64 formulas: on the simulator and on a GPU."""
+"""Tests of every kernel on the fragment layout against float64 formulas, on the simulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_reference import float64_weight
 
 
 def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
-    """Draw a problem with any group size, zeros, scales and epilogue that both families on the fragment layout take."""
+    """Draw a problem of any group size, zeros, scales and epilogue that both repacked families support."""
     group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8
@@ -55,7 +55,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
-    """M on both sides of each tile size, partly empty tiles, and every group size, kind of zeros and epilogue."""
+    """Cover M on both sides of each tile size, partly empty tiles, and every group size, form of zeros and epilogue."""
     problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
     problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
@@ -71,7 +71,7 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
 def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int, k: int, dtype: str) -> None:
-    """One and two rows, where unused columns of mma sum up slices of K, with every number of k tiles and split-K."""
+    """With one or two rows, unused columns of mma sum slices of K; cover all numbers of k tiles and split-K."""
     problem = Problem(m, 72, k, k, dtype, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -87,7 +87,7 @@ def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int
 def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
     backend: str, m: int, group_size: int, k_tiles: int
 ) -> None:
-    """A consumer whose warps are no power of two copies whole rows in passes, and some threads copy nothing."""
+    """If its warps are no power of two, a consumer copies rows in passes in which some threads are idle."""
     problem = Problem(m, 264, 1152, group_size, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -102,7 +102,7 @@ def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -> None:
-    """K that ends within a weight tile, consumers of every number of warps, strided rows, all epilogues."""
+    """K ends within a weight tile; consumers have any number of warps; rows are strided; all epilogues."""
     problem = replace(any_problem(data, [1, 2, 3, 4], 320, 1152), gathers_x=True)
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -124,10 +124,10 @@ def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_cau
     [
         ({}, True),
         ({"m": 2}, True),
-        ({"m": 4}, False),  # copies of x to every SM take longer than a launch
+        ({"m": 4}, False),  # copying x to every SM takes longer than another launch
         ({"m": 4, "n": 28672, "k": 4096}, True),
         ({"m": 5, "n": 28672, "k": 4096}, False),
-        ({"k": 4096}, False),  # a short GEMM does not hide the copies
+        ({"k": 4096}, False),  # a GEMM this short does not hide the copies
         ({"k": 16384 + 128}, False),
         ({"batch_invariant": True}, False),
         ({"x_aligned": False}, False),
@@ -182,7 +182,7 @@ def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
 def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
     backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, k_tile_counts: set[int]
 ) -> None:
-    """Every number of k tiles in a stage and of consumers, with the fewest stages; K ends within a weight tile."""
+    """Cover all numbers of k tiles per stage and of consumers, with the fewest stages."""
     # With short groups and many rows the family scales the weights unless float16 cannot hold the scales.
     scales = dtype if scaled else "float16"
     problem = Problem(m, 128, k, group_size, dtype, scales, layouts=(AWQ, FRAGMENTS), wide_scales=not scaled)
@@ -214,7 +214,7 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
     ],
 )
 def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, name: str, split_k: int) -> None:
-    """CTAs that own fewer rows than others, or none; at M = 136 several tiles, of which the last one overlaps."""
+    """Some CTAs own fewer rows than others, or none; at M = 136 there are several tiles, the last of which overlaps."""
     problem = Problem(m, 200, 1152, 128, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -227,7 +227,7 @@ def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, nam
 @pytest.mark.parametrize(("n", "residual"), [(224, False), (224, True), (200, True)])
 @pytest.mark.parametrize("m", [40, 72, 136, 200])
 def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residual: bool) -> None:
-    """Heights whose last 16 rows are 8, with and without a residual; at N = 200, AWQ tensors are not aligned."""
+    """The last 16 rows of a tile may be only 8, with and without a residual; at N = 200, AWQ tensors are unaligned."""
     problem = Problem(m, n, 256, 128, layouts=(AWQ, FRAGMENTS), residual=residual)
     here = replace(facts(90, backend), sm_count=4)
     family = FAMILIES["gemm_sm90_large"]
@@ -240,7 +240,7 @@ def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residu
 @pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("m", [200, pytest.param(136, marks=pytest.mark.slow)])
 def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligned: bool) -> None:
-    """ptxas stores accumulators in local memory before wgmma.wait_group, which a simulator of PTX cannot show."""
+    """Local memory before wgmma.wait_group is an error of ptxas, which a simulator of PTX cannot show."""
     problem = Problem(m, 256, 256, 128, layouts=(AWQ, FRAGMENTS), residual=True, aligned=aligned)
     here = facts(90, LANDINGS[0])
     family = FAMILIES["gemm_sm90_large"]
@@ -255,7 +255,7 @@ def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligne
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, value: float) -> None:
-    """Two rows share the mma that sum up x."""
+    """The mma that sums x serves two rows at a time."""
     problem, run, here = Problem(2, 64, 256, 128, layouts=(AWQ, FRAGMENTS)), runner(backend), facts(90, backend)
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
@@ -312,7 +312,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
 @given(data=st.data())
 @settings(max_examples=8)
 def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> None:
-    """Few SMs: several tiles for each CTA, units that clusters share along K, partly empty tiles."""
+    """The device has few SMs, so CTAs take several tiles, and clusters share units along K; tiles are partly empty."""
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
     family = FAMILIES["gemm_sm90_large"]
@@ -327,7 +327,7 @@ def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> Non
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemm_sm90", "gemm_sm90_large"])
 def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, scales_dtype: str) -> None:
-    """An identity matrix for x gives the weights bit for bit (but for the sign of zero)."""
+    """With an identity matrix for x, y has the weight's bits, but for the sign of zero."""
     problem = Problem(192, 136, 192, 64, dtype, scales_dtype, layouts=(AWQ, FRAGMENTS), scale_exponent=3)
     here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=DTYPES[scales_dtype])

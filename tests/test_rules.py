@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions of configurations: they match as Python's do, in bounded time."""
+"""Tests of regular expressions in configurations: they match as Python's do, in bounded time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_long_names_are_refused() -> None:
 
 
 def found(rules: Rules, name: str) -> int | None:
-    """The number in the settings of a module, or None without settings."""
+    """Return the number in the settings of a module, or None without settings."""
     return rules.settings(ModuleTensors(name, Path("file"), "qweight", {})).get("number")
 
 
@@ -78,7 +78,7 @@ def test_first_expression_that_matches_applies_whether_it_is_a_name_or_not(texts
 
 
 def test_names_of_all_dense_modules_take_no_steps() -> None:
-    """`save` writes a rule for each router of a mixture of experts."""
+    """`save` writes one rule for each router of a mixture of experts."""
     dense = [f"model.layers.{layer}.mlp.gate" for layer in range(64)]
     rules = read_rules({f"-:^{re.escape(name)}$": {} for name in dense}, "dynamic", "file", has_names=False)
     for layer in range(64):

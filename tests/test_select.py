@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel, without a GPU: refusals with reasons, choices and their launches."""
+"""Tests of kernel selection without a GPU: refusals with reasons, choices and their launches."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
 
 
 def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
-    """The parts add up to the time, and the overlapping parts to at least their largest one."""
+    """The parts add up to the time, and overlapping parts to at least their largest one."""
     text = cupy_awq.explain(48, 17152, 1408, 128, arch=90, layer=True)
     (line,) = re.findall(r"^modelled parts in us: (.*)$", text, re.MULTILINE)
     added, overlapping = ([float(x) for x in re.findall(r" (\d+\.\d)", part)] for part in f" {line}".split("("))
@@ -153,7 +153,7 @@ def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
 
 @pytest.mark.parametrize(("m", "k", "n"), [(700, 4480, 17984), (155, 4224, 23360), (300, 17152, 1408)])
 def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
-    """The clusters that compute each k tile of a unit, listed one by one, give the shares and the shared units."""
+    """The described shares and units equal those from a list of the clusters that compute each k tile."""
     problem = Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS))
     configs = [c for c in GEMM_SM90_LARGE.configs(problem, device.nominal(90)) if c.stream_k_units]
     assert configs
@@ -176,7 +176,7 @@ def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
 
 
 def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:
-    """M, K, N as in x[M, K] @ W[K, N], by position and by name."""
+    """Sizes are M, K, N, as in x[M, K] @ W[K, N], by position and by name."""
     text = cupy_awq.explain(3, 256, 512, arch=80)
     assert text.startswith("x[3, 256] float16 @ W[256, 512] ")
     assert text == cupy_awq.explain(n=512, k=256, m=3, arch=80)
@@ -352,7 +352,7 @@ def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_of_sm_90a_are_refused_on_newer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The architecture-specific features of sm_90a exist on no other architecture, not even as PTX."""
+    """The features of sm_90a exist on no other architecture, not even as PTX."""
     cupy = pytest.importorskip("cupy")
     attributes: dict[str, int] = defaultdict(lambda: 1)
     gpu = SimpleNamespace(attributes=attributes, compute_capability="100")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of torch.save: tensors are read, and nothing that a pickle names is ever called."""
+"""Tests of files of torch.save: tensors are read, and no function that a pickle names is called."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORAGE = bytes(range(32))
 
 
 def file(path: Path, value: Any, **entries: bytes) -> Path:
-    """A file with this pickle, or with these bytes for one, and a storage of 32 bytes."""
+    """Write a file with this pickle, or with these bytes in its place, and a storage of 32 bytes."""
     text = value if isinstance(value, bytes) else pickled(value)
     return save_zip(path / "m.pt", {"a/data.pkl": text, "a/data/0": STORAGE, **entries})
 
@@ -123,11 +123,11 @@ def test_huge_number_of_a_memo_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_nested_tuples_cannot_fill_the_memory(tmp_path: Path) -> None:
-    """Each of 60 memoized tuples holds the one before it twice: 2^60 items, if anything walked through them."""
+    """Each of 60 memoized tuples contains the preceding one twice: 2^60 items for code that visits them all."""
     bomb = b")q\x00" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(60))
     refused(file(tmp_path, b"\x80\x02" + bomb + b"."), "data.pkl")
     whole = pickled({"t": tensor("0", "uint8", (3,), 32)})
-    size = b"(\x8a\x09\x03" + bytes(8) + b"t"  # (3,) as the plain packer writes it
+    size = b"(\x8a\x09\x03" + bytes(8) + b"t"  # the tuple (3,) as `TorchPickler` writes it
     assert whole.count(size) == 1
     refused(file(tmp_path, whole.replace(size, bomb + b"h\x3c\x85")), "tensor 't'", "integers")
 
@@ -213,7 +213,7 @@ def test_any_damage_of_the_file_is_one_error_or_readable(tmp_path: Path, data: s
 
 
 def test_pickle_of_pythons_own_pickler_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.save uses it: an OrderedDict with an attribute, memoized names, and sizes of every length."""
+    """torch.save uses Python's pickler: an OrderedDict with an attribute, memoized names, integers of every length."""
     root, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
 
     class HalfStorage:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuned configurations: shipped ones are legal, those of the user come first, and malformed files are refused."""
+"""Tests of tuned configurations: shipped ones are legal, the user's come first, malformed files are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEM = Problem(3, 4096, 4096, 128)
 
 
 def _label(problem: Problem, facts: device.Device) -> str:
-    """Return the label of the problem's entry in the tables."""
+    """Return the label of the problem's entry in the tuned tables."""
     found = tuned.lookup(problem, facts)
     assert found is not None
     return found.label
@@ -52,7 +52,8 @@ def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder:
     for other in (replace(PROBLEM, m=5), replace(PROBLEM, n=8192)):
         assert select.choose(other, A100).name != "gemm_simt"
     assert select.choose(PROBLEM, device.nominal(86)).name != "gemm_simt"
-    assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"  # a forced path
+    # The path of sm_80, forced on an H100.
+    assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"
 
 
 def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(tuned_folder: Path) -> None:
@@ -72,7 +73,7 @@ def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(tuned
 def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_much_faster_one(
     tuned_folder: Path,
 ) -> None:
-    """On an H100 the tiles that are tuned for 4096x12288 at M = 1024 are badly filled at M = 600."""
+    """On an H100, the tiles tuned for 4096x12288 at M = 1024 are mostly empty at M = 600."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
     for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
@@ -163,7 +164,7 @@ def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
         assert select.choose(PROBLEM, A100).config == some[-1].config
         assert select.choose(other, A100).name == "dequantize"
     assert select.choose(PROBLEM, A100).config != some[-1].config
-    assert choices == []  # the innermost context has them
+    assert choices == []  # only the innermost context records choices
     with select.recorded() as choices:
         assert select.choose(PROBLEM, A100) == choices[0]
 
@@ -253,7 +254,7 @@ def test_shipped_files_are_plain_json() -> None:
 def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     index = placement.resolve()
     settings = Settings(device=index, cached=False)
-    if device.of(index).arch != device.of(index).native:  # what is measured on a forced path is of no use
+    if device.of(index).arch != device.of(index).native:  # `tune` refuses to measure on a forced path.
         with pytest.raises(ValueError, match=r"tune: expected kernels for sm_.*CUPY_AWQ_ARCH"):
             next(tune.run("gemm", [(512, 256)], [1], settings, tries=3, progress=lambda text: None))
         return
@@ -281,9 +282,9 @@ def test_tuning_forces_each_configuration_whatever_the_operation(tuned_folder: P
     index = placement.resolve()
     settings = Settings(device=index, image=14, cached=False)
     if device.of(index).arch != device.of(index).native:
-        return  # refused, see above
+        return  # `tune` refuses to measure on a forced path.
     (row,) = tune.run(op, [(256, 256)], [2], settings, tries=4, progress=lambda text: None)
-    assert row.tried > 1 or row.best.family.NAME == "conv2d_simt"  # which has one configuration for such a layer
+    assert row.tried > 1 or row.best.family.NAME == "conv2d_simt"  # conv2d_simt has one configuration for such a layer
     assert row.tried <= 4
     assert 0 < row.us <= row.modelled_us
     tune.keep(row, index)
@@ -296,7 +297,7 @@ def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leav
 
     def measure(index: int) -> float:
         seen.append(index)
-        return true[index] * (1 + 0.05 * len(seen))  # what comes first looks the fastest
+        return true[index] * (1 + 0.05 * len(seen))  # earlier measurements seem faster
 
     best, times = tune.fastest([functools.partial(measure, index) for index in range(len(true))])
     assert best == 3
@@ -304,7 +305,7 @@ def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leav
     assert times[best] < times[1]
     assert seen[:12] == [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
     assert [seen.count(index) for index in range(6)] == [8, 10, 2, 10, 4, 2]
-    assert times[best] < times[0]  # which is to compare with, and has all the final rounds
+    assert times[best] < times[0]  # Number 0, the present choice, takes part in all final rounds.
 
 
 @pytest.mark.parametrize("count", [1, 2])

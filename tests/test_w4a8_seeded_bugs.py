@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs planted in copies of `gemm_w4a8_sm90`: the simulator must catch each of them.
+"""Bugs planted in copies of `gemm_w4a8_sm90`, each of which the simulator must catch.
 
-The last entry of a bug names the checks that catch it: the kind of the simulator's fault, or "values" for a wrong
-result. The first one is with asynchronous copies that land as late as possible, the second one as early as possible.
+The last entry of a bug has the checks that catch it, with asynchronous copies that land as late, and as early, as PTX
+allows: the kind of the simulator's fault, or "values" for a wrong result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ KERNEL, HEADER = "int8/gemm_w4a8_sm90.cu", "int8/gemm_w4a8_sm90.cuh"
 RACE = ("race", "race")
 PROBLEM = Int8Problem(70, 130, 1424, 128, 4, False, True, "float16", wide=False, zero_points=True)
 CONFIG = GemmW4A8Config(80, 1, 1, 2, 2, 1, 3, 1, 2)
-"""Clusters of six CTAs: three slices of K, which pass the two stages twice, and two CTAs that share x."""
+"""A configuration with clusters of six CTAs: three slices of K, each passing both stages twice, and two CTAs sharing x.
+"""
 
 SEEDS = {
     "a stage is released while wgmma still reads it": (
@@ -75,9 +76,9 @@ SEEDS = {
 
 OFFSET_PROBLEM = fp8_problem(76, 130, 1424, 128, "float16")
 OFFSET_CONFIG = GemmW4A8Config(72, 1, 1, 2, 2, 1, 2, offset_tiles=True)
-"""Two slices of K, which pass the two stages more than twice; the second slice ends with a tile of offsets."""
+"""A configuration with two slices of K, each passing both stages more than twice; the second ends with offsets."""
 DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
-"""The same with more stages than a slice has k tiles."""
+"""The configuration OFFSET_CONFIG with more stages than a slice has k tiles."""
 PROLOGUE = "the prologue copies weights for a tile of offsets"
 
 OFFSET_SEEDS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PackedWeight`: properties, slices, copies and the ``@`` operator."""
+"""Tests of `PackedWeight`: properties, slices, copies and the ``@`` operator."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def pack_rows(x):
 
 
 class Problem:
-    """A random weight: codes ``q`` [K, N], zero points ``z`` and scales ``s`` [K/G, N]; ``bytes`` is its packed size."""
+    """A random weight: codes ``q`` [K, N], zero points ``z``, scales ``s`` [K/G, N]; ``bytes`` is its packed size."""
 
     def __init__(self, k, n):
         g = torch.Generator(device=DEVICE)

@@ -72,11 +72,11 @@ def test_codes_widen_to_their_values() -> None:
 
 @pytest.mark.parametrize("where", PRODUCTS)
 def test_products_are_those_of_the_values(where: str) -> None:
-    """Multiply by bytes 0 .. 3, which have a form of their own in integers: as e4m3 they are multiples of 2**-9."""
+    """Multiply by bytes 0 .. 3: as e4m3 they are 0 .. 3 times 2**-9, so the integer form gives the results."""
     case = PRODUCTS[where]
     integers = CASES[case.name.replace("e4m3", "s8").replace("f32", "s32")]
     x = case.buffers()["x"]
-    x[6:] = 0  # the accumulator's addend, which is 0 in both forms
+    x[6:] = 0  # the accumulators, which are 0 in both types
     assert x.max() <= 0x03030303
     wanted = results(integers, x).view(np.int32)
     assert wanted.any()

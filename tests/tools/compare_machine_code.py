@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 Code = tuple[str, str, str]
-"""(entry point, architecture, digest of the code)."""
+"""The identity of a kernel: (entry point, architecture, digest of the code)."""
 
 
 def code_digest(cubin: bytes) -> str:
@@ -43,7 +43,7 @@ def code_digest(cubin: bytes) -> str:
 
 
 def codes(cache: Path) -> Counter[Code]:
-    """Count the kernels of a cache by what they are."""
+    """Count the kernels of a cache by their `Code`."""
     found: Counter[Code] = Counter()
     for path in cache.glob("*.cubin"):
         entry, arch, _ = path.stem.rsplit("-", 2)
@@ -52,7 +52,7 @@ def codes(cache: Path) -> Counter[Code]:
 
 
 def main(before: str, after: str) -> int:
-    """Print what differs; return 0 if nothing does."""
+    """Print the differences of two caches; return 0 if there are none."""
     old, new = codes(Path(before)), codes(Path(after))
     if not old or not new:
         raise SystemExit(f"no cubin in {before if not old else after}")

@@ -36,16 +36,16 @@ from tests.tools.fuzz_mutations import mutate
 from tests.tools.fuzz_readers import READERS, Reader
 
 SECONDS = 5.0
-"""The longest time of one file: of the processor, since others may use it, too."""
+"""The limit of CPU time per file in seconds; the wall clock would also count the time of other processes."""
 
 WAITING = 6
-"""The factor by which the time on the clock may exceed `SECONDS`."""
+"""The factor by which the wall-clock time of a file may exceed `SECONDS`."""
 
 MEMORY_BYTES = 1 << 30
-"""The address space that one file may add."""
+"""The limit of address space, in bytes, that reading one file may add."""
 
 UNCHANGED = -1
-"""The number of a file that is not mutated."""
+"""The file number at which the seed is not mutated."""
 
 ALLOWED = (ValueError, TypeError, OSError)
 """The types of errors that a reader may raise; CheckpointError is a ValueError."""
@@ -58,8 +58,8 @@ class Outcome:
     Attributes:
         reader: the name of the reader.
         number: the number of the file.
-        kind: "accepted" or the name of an exception; "hang" or "ended" for a process that had to be, or was, ended.
-        finding: the detail of a finding; "" for a good outcome.
+        kind: "accepted", the name of an exception, "hang" for a process that was killed, or "ended" for one that ended.
+        finding: a description of the finding; "" if the outcome is allowed.
     """
 
     reader: str
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
-    """Mutate the reader's seed in ``folder`` and read it."""
+    """Mutate the reader's seed files in ``folder`` and read them."""
     rng = random.Random(f"{reader.name} {number}")
     target = folder / rng.choice(reader.targets)
     whole = target.read_bytes() if number != UNCHANGED else b""
@@ -95,16 +95,16 @@ def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
 
 
 Jobs = Sequence[tuple[Reader, int]]
-"""The reader and the number of each file."""
+"""A list of (reader, file number) pairs."""
 
 
 def _work(jobs: Jobs, output: int, root: Path) -> None:
-    """Read files one after the other, and write a line before and after each; runs in a worker process."""
+    """Read one file after the other in a worker process, and write a line before and after each."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)  # Rust prints its panics
+    os.dup2(nothing, 2)  # Discard stderr, to which Rust prints its panics.
     folders: dict[str, Path] = {}
     work = Path(tempfile.mkdtemp(dir=root))
     for reader, number in jobs:
@@ -116,7 +116,7 @@ def _work(jobs: Jobs, output: int, root: Path) -> None:
 
 
 class _Worker:
-    """A child process that reads its share of the files; a new one continues after a file that ended it."""
+    """A child process that reads its share of the files. If a file ends it, a new process continues after that file."""
 
     def __init__(self, jobs: Jobs, root: Path) -> None:
         self.jobs, self.root, self.done = jobs, root, 0
@@ -134,8 +134,8 @@ class _Worker:
         os.close(output)
 
     def used_seconds(self) -> float:
-        """Return the time of the processor that the process has used."""
-        with contextlib.suppress(OSError, IndexError):  # the process has ended
+        """Return the CPU time that the process has used, in seconds."""
+        with contextlib.suppress(OSError, IndexError):  # The process may have ended.
             fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
             return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return 0.0
@@ -147,7 +147,7 @@ class _Worker:
         return Outcome(reader.name, number, kind, finding)
 
     def receive(self) -> Iterator[Outcome]:
-        """Yield the outcomes that the pipe holds; restart the process if it has ended or hangs."""
+        """Yield the outcomes in the pipe; restart the process if it has ended or hangs."""
         ready, _, _ = select.select([self.input], [], [], 0.05)
         if ready and (data := os.read(self.input, 1 << 16)):
             *lines, self.buffer = (self.buffer + data).split(b"\n")
@@ -169,7 +169,7 @@ class _Worker:
                 self.start()
 
     def close(self) -> int:
-        """Wait for the process and return its status; once only."""
+        """Wait for the process once and return its exit status."""
         if self.pid == 0:
             return 0
         _, status = os.waitpid(self.pid, 0)
@@ -179,7 +179,7 @@ class _Worker:
 
 
 def run(readers: Sequence[Reader], numbers: Sequence[int], workers: int = 2) -> list[Outcome]:
-    """Return the outcomes of the files of these numbers, of every reader."""
+    """Return the outcomes of these files of every reader."""
     jobs = [(reader, number) for number in numbers for reader in readers]
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:

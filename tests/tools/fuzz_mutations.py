@@ -20,7 +20,7 @@ VALUES: list[Any] = [
     "Precompiled",
     "Replace", "Sequence", "WordLevel", "Unigram", "WordPiece", "BPE", "Split", "Metaspace", "ByteLevel", "Strip",
 ]  # fmt: skip
-"""Values for entries of JSON texts."""
+"""The values that replace entries of JSON texts."""
 
 SNIPPETS = [
     "{{ messages }}", "{{ 1|dictsort }}", "{{ 3|truncate(-1) }}", "{% break %}", "{% continue %}",
@@ -43,7 +43,7 @@ SNIPPETS = [
     "{% set ns.x = 1 %}", "{{ 1 if }}", "{{ range(10**9) }}", "{{ 1/0 }}", "{{ undefined.x }}", "\x1b[31m",
     "{{ '\\u' }}",
 ]  # fmt: skip
-"""Parts of chat templates."""
+"""Parts of chat templates, which are inserted into templates."""
 
 WORDS = [
     0,
@@ -61,11 +61,11 @@ WORDS = [
     1 << 63,
     (1 << 64) - 1,
 ]
-"""Integers for binary headers."""
+"""The integers that replace words of binary headers."""
 
 
 def mutate(data: bytes, name: str, rng: random.Random) -> bytes:
-    """Return a damaged copy of a file's bytes; the file's name tells what it holds."""
+    """Return a damaged copy of a file's bytes, according to the type of file that its name implies."""
     if rng.random() < 0.2:
         return _damage(data, rng)
     if name.endswith(".json"):
@@ -80,10 +80,10 @@ def mutate(data: bytes, name: str, rng: random.Random) -> bytes:
 
 
 def _damage(data: bytes, rng: random.Random) -> bytes:
-    """Return bytes with one to four of them changed, words replaced, or a part cut, repeated or moved."""
+    """Return bytes in which one to four bytes are changed, words are replaced, or a part is cut, repeated or moved."""
     out = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        # Headers come first, so that most positions are near the beginning.
+        # Headers are at the beginning, so most positions are drawn near it.
         limit = len(out) if rng.random() < 0.4 else min(len(out), rng.choice([64, 512, 4096, 16384]))
         at = rng.randrange(limit) if limit else 0
         kind = rng.randrange(7)
@@ -148,10 +148,10 @@ def _mutate_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def _mutate_template(data: bytes, rng: random.Random) -> bytes:
-    """Return a template with snippets put in, or parts cut or repeated."""
+    """Return a template in which snippets are inserted, or parts are cut or repeated."""
     text = data.decode()
     for _ in range(rng.randint(1, 4)):
-        # Between two tags, a snippet leaves the template valid more often.
+        # A snippet between two tags leaves more templates valid.
         borders = [match.end() for match in re.finditer(r"[%}]}", text)] or [0]
         at, end = sorted(rng.choice(borders) if rng.random() < 0.8 else rng.randint(0, len(text)) for _ in range(2))
         kind = rng.randrange(6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers that `fuzz` tries, each with its seed files."""
+"""The readers that `fuzz` runs, each with its seed files."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Reader:
     """A reader of untrusted files.
 
     Attributes:
-        name: the name.
+        name: the name of the reader.
         write: a function that writes the seed files into a folder.
-        targets: the names of the files, one of which is mutated.
-        read: a function that reads the folder as far as a program would.
+        targets: the names of the files, of which one is mutated.
+        read: a function that reads the folder as completely as a program would.
     """
 
     name: str
@@ -155,7 +155,7 @@ def _first_cases() -> dict[str, dict[str, Any]]:
     """Return the first recorded checkpoint of each format."""
     cases: dict[str, dict[str, Any]] = {}
     for case in test_formats.VECTORS:
-        if case["format"] != "gguf-q4_k":  # blocks without a file
+        if case["format"] != "gguf-q4_k":  # these cases are blocks, without a file
             cases.setdefault(case["format"], case)
     return cases
 
@@ -194,4 +194,4 @@ def _all_readers() -> list[Reader]:
 
 
 READERS = {reader.name: reader for reader in _all_readers()}
-"""Every reader by its name."""
+"""All readers, by name."""

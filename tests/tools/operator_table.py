@@ -108,7 +108,7 @@ def table() -> str:
 
 
 def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
-    """Return whether the family is legal for a weight in the AWQ layout or in the fragment layout."""
+    """Return whether the family supports the problem on a weight in the AWQ layout or in the fragment layout."""
     problems = (Problem(m, 256, 256, 64, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked]) for repacked in (False, True))
     return any(family.refusal(problem, device.nominal(arch)) is None for problem in problems)
 

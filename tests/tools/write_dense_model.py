@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a model as a Hugging Face folder of dense float16 tensors: ``python -m tests.tools.write_dense_model SRC DST``.
 
-A quantizer takes 16-bit models, but the models that packages install, such as "smollm2", are quantized GGUF files.
+A quantizer needs a 16-bit model, but the models in packages, such as "smollm2", are quantized GGUF files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupy_awq.llm.files import hugging_face
 
 
 def dense(value: Any) -> np.ndarray:
-    """Return a tensor, or a module's weight [N, K], in float16."""
+    """Return a tensor, or the weight [N, K] of a module, in float16."""
     if isinstance(value, Module):
         weight = value.weight
         value = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32).T
