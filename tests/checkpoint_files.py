@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers of valid and invalid checkpoint files for the tests."""
+"""Writers of valid and invalid checkpoint files for the tests, and the check of the errors of invalid ones."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from safetensors.numpy import save_file
 
+from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.tensors import INDEX
 from cupy_awq.tools import testing
 
@@ -54,3 +57,15 @@ def raw(path: Path, header: Header | bytes, data: bytes, length: int | None = No
 def entry(dtype: Any = "F16", shape: Any = (4,), offsets: Any = (0, 8)) -> Header:
     """Return the entry of a tensor in the JSON header of a safetensors file."""
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def check_refusal(read: Callable[[Path], object], path: Path, *fragments: str) -> None:
+    """Check that ``read(path)`` raises a CheckpointError of one short line with the path and all fragments."""
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 600 + len(str(path))
+    assert str(path) in message
+    for fragment in fragments:
+        assert fragment in message
