@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The activations of GEMM epilogues: their public names, and their NumPy formulas for the CPU path.
 
-To add an activation, follow "How to add an activation to every kernel" in ``.github/CONTRIBUTING.md``. Operations on
-block-quantized weights support the activations in ``EPILOGUE_ACTIVATIONS`` of their problem and raise ValueError for
-all others.
+To add an activation, follow ``.github/contributing/activation.md``. Operations on block-quantized weights support the
+activations in ``EPILOGUE_ACTIVATIONS`` of their problem and raise ValueError for all others.
 """
 
 from __future__ import annotations

@@ -157,7 +157,9 @@ def test_operator_table_is_what_its_command_prints() -> None:
         "cuda_src/README.md",
         "tests/README.md",
         "tests/peers/EXPERIMENTS.md",
+        "cupy_awq/README.md",
         ".github/CONTRIBUTING.md",
+        *(f".github/contributing/{path.name}" for path in (ROOT / ".github" / "contributing").glob("*.md")),
     ],
 )
 def test_links_of_a_page_lead_somewhere(page: str) -> None:
