@@ -77,7 +77,7 @@ def gpu() -> tuple[str, str]:
 
         device = cupy.cuda.Device()
         return cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode(), device.compute_capability
-    except Exception:  # CuPy is missing, or there is no driver, for which CuPy raises several types of errors.
+    except Exception:  # CuPy is missing, or raises one of several types of errors because there is no driver.
         return "none", ""
 
 

@@ -198,7 +198,7 @@ def test_ignoring_everything_keeps_the_model(llama: Path, tmp_path: Path) -> Non
 
 
 def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) -> None:
-    short = {**OPTIONS, "samples": 1}  # Round-to-nearest must accept as few samples.
+    short = {**OPTIONS, "samples": 1}  # One sample must also suffice for the round-to-nearest model in the report.
     report = llm.quantize(llama, tmp_path / "new", [TEXT[:80]], evaluate=TEXT[:200], **short)
     assert list(report.perplexities) == ["16-bit", "rtn", "result"]
     for name, folder in (("16-bit", llama), ("result", tmp_path / "new")):

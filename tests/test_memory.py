@@ -241,7 +241,7 @@ def _fail_generation(
 def test_exhausted_gpu_memory_is_one_error_of_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The texts are those of CuPy 14 and of the libraries that it uses."""
+    """The tested texts are those that CuPy 14 and its libraries raise."""
 
     def fail(*_: object, **__: object) -> None:
         raise error

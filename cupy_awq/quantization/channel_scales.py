@@ -22,7 +22,8 @@ COARSE, FINE = 0.1, (0.05, 0.025)
 """The step of the exponent r in the first pass, from 0 to 1, and the steps around the best r in the later passes."""
 
 PARTS = 4
-"""The number of blocks into which each axis of H is split; with 4, only 10 of the 16 blocks are multiplied."""
+"""The number of blocks into which each axis of the symmetric H is split: with 4, only 10 of 16 blocks are multiplied.
+"""
 
 
 class ChannelScales(NamedTuple):

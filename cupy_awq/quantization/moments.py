@@ -76,7 +76,7 @@ class MomentSum:
         second = rows.T @ rows
         absolute = xp.abs(rows).sum(axis=0)
         if self._second is not None and self._absolute is not None:
-            with np.errstate(over="ignore"):  # the check below raises an error
+            with np.errstate(over="ignore"):  # overflow gives infinity, for which the check below raises
                 second += self._second
                 absolute += self._absolute
         if not is_finite(to_host(xp.diagonal(second))):

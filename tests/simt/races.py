@@ -52,8 +52,8 @@ class Races:
         self.known = np.zeros((3, warps, self.columns), np.int64)
         self.known[:, :, ~self.alive[: self.columns]] = PENDING  # columns for padding threads
         self.time = np.ones(warps, np.int64)
-        self._stamp = np.zeros(warps, np.int64)  # the time of each warp as the high bits of an access
-        self._limit = np.zeros(warps, np.int64)  # accesses below it are ordered before the warp, whoever made them
+        self._stamp = np.zeros(warps, np.int64)  # each warp's time, as the high bits of the code of an access
+        self._limit = np.zeros(warps, np.int64)  # each warp is behind all accesses with lower codes
         self._all = np.arange(warps)
         self._update(self._all)
         self.touched = np.zeros(machine.threads, np.int64)  # the time of the last access by single lanes of each warp

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "cupy_awq"
 CUDA = ROOT / "cuda_src"
 
 LICENSE = "SPDX-License-Identifier"
-DIRECTIVES = re.compile(r"(type|noqa|mypy|ruff|pylint|doctest)\b")
+DIRECTIVES = re.compile(r"(type|fmt|noqa|mypy|ruff|pylint|doctest)\b")
 """The regular expression for comments that address a tool."""
 
 
