@@ -35,7 +35,7 @@ class Packed:
     g_idx: Array
 
     def dense(self, offsets: Array | None = None) -> Array:
-        """The dequantized weight [K, N], rounded once to the dtype of the scales."""
+        """Return the dequantized weight [K, N], rounded once to the dtype of the scales."""
         scales = self.scales.astype(np.float64)[self.g_idx]
         if offsets is None:
             values = (self.codes.astype(np.float64) - self.zeros[self.g_idx]) * scales

@@ -3,8 +3,8 @@
 
     python -m tests.tools.sample_prose --seed 7 --count 20
 
-Docstrings come from the package and include those of constants; comments come from the package and from ``cuda_src``.
-Adjacent comment lines count as one comment.
+Docstrings come from the package and from the tests and include those of constants; comments come also from
+``cuda_src``. Adjacent comment lines count as one comment.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "cupy_awq"
+TESTS = ROOT / "tests"
 CUDA = ROOT / "cuda_src"
 
 LICENSE = "SPDX-License-Identifier"
@@ -114,15 +115,19 @@ def _joined(path: Path, comments: list[tuple[int, int, str]]) -> Iterator[Prose]
 
 
 def all_docstrings() -> list[Prose]:
-    """Return every docstring of the package."""
-    return [prose for path in sorted(PACKAGE.rglob("*.py")) for prose in python_docstrings(path)]
+    """Return every docstring of the package and of the tests."""
+    return [prose for path in _modules() for prose in python_docstrings(path)]
 
 
 def all_comments() -> list[Prose]:
-    """Return every comment of the package and of the CUDA sources."""
-    python = [prose for path in sorted(PACKAGE.rglob("*.py")) for prose in python_comments(path)]
+    """Return every comment of the package, of the tests and of the CUDA sources."""
+    python = [prose for path in _modules() for prose in python_comments(path)]
     sources = sorted([*CUDA.rglob("*.cu"), *CUDA.rglob("*.cuh")])
     return python + [prose for path in sources for prose in cuda_comments(path)]
+
+
+def _modules() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
 
 
 def main() -> None:
