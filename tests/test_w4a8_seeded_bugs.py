@@ -76,7 +76,10 @@ SEEDS = {
 
 OFFSET_PROBLEM = fp8_problem(76, 130, 1424, 128, "float16")
 OFFSET_CONFIG = GemmW4A8Config(72, 1, 1, 2, 2, 1, 2, offset_tiles=True)
-"""A configuration with two slices of K, each passing both stages more than twice; the second ends with offsets."""
+"""A configuration with two slices of K, each passing both stages more than twice.
+
+The second slice ends with a tile of offsets (see `tests.test_gemm_w4a8`).
+"""
 DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
 """The configuration OFFSET_CONFIG with more stages than a slice has k tiles."""
 PROLOGUE = "the prologue copies weights for a tile of offsets"
