@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of `gemm_w4a8_sm90`, run from its launch plans on the simulator and on the GPU.
 
-A tile of offsets holds -zero * scale of 64 columns and 32 groups in float16. As an additional weight tile behind the
-last k tile, it is multiplied by the sums of x over these groups.
+A tile of offsets holds -zero * scale of 64 columns and 32 k tiles in float16. Behind the last k tile, it is multiplied
+by the sums of x over these k tiles.
 """
 
 from __future__ import annotations
