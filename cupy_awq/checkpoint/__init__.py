@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints as NumPy arrays: `read` returns packed weights by module name.
 
-`cupy_awq.load` copies the weights to a device. To add a format, follow "How to add a checkpoint format" in
-``.github/CONTRIBUTING.md``.
+`cupy_awq.load` copies the weights to a device. To add a format, follow
+``.github/contributing/checkpoint-format.md``.
 """
 
 from __future__ import annotations
