@@ -2,8 +2,8 @@
 """The base classes of problems and kernel families, through which kernels are chosen, explained, tuned and compiled.
 
 A family is an instance of a subclass of `Family`; `cupy_awq.kernels.registry` lists all of them. The functions of a
-family are pure: they take a problem and a `Device` and need no GPU. A module writes them as plain functions, which its
-subclass takes as static methods, or as methods of the subclass where it has several instances.
+family are pure: they take a problem and a `Device` and need no GPU. A module with one family writes them as plain
+functions, which the subclass takes as static methods; a module with several families writes them as methods.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFa
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
+NAME = "embed"
+
 
 @dataclass(frozen=True)
 class Embedding(MemoryBoundProblem):
@@ -44,18 +46,20 @@ class Embedding(MemoryBoundProblem):
             yield Embedding(1, 8, 8, dtype)
 
 
+def plan(config: SoleConfig, problem: Embedding, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are tokens, table and h."""
+    threads = 1024  # With one load of 4 values per thread, a CTA covers a row of up to 4096 values.
+    arguments = ("tokens", "table", "h", *int32s(problem.vocab, problem.width))
+    defines: dict[str, int | str] = {"TABLE": TYPES[problem.table_dtype]}
+    plan = plan_launch(device, NAME, defines, (problem.m, 1, 1), threads, arguments)
+    return replace(plan, dependent=False)
+
+
 class Embed(SoleConfigFamily[Embedding]):
     """The family ``embed``."""
 
-    NAME = "embed"
-
-    def plan(self, config: SoleConfig, problem: Embedding, device: Device) -> LaunchPlan:
-        """Return the launch plan; the buffers are tokens, table and h."""
-        threads = 1024  # With one load of 4 values per thread, a CTA covers a row of up to 4096 values.
-        arguments = ("tokens", "table", "h", *int32s(problem.vocab, problem.width))
-        defines: dict[str, int | str] = {"TABLE": TYPES[problem.table_dtype]}
-        plan = plan_launch(device, self.NAME, defines, (problem.m, 1, 1), threads, arguments)
-        return replace(plan, dependent=False)
+    NAME = NAME
+    plan = staticmethod(plan)
 
 
 EMBED = Embed()

@@ -15,6 +15,8 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
+NAME = "rms_norm"
+
 
 @dataclass(frozen=True)
 class RmsNormalization(MemoryBoundProblem):
@@ -52,23 +54,25 @@ class RmsNormalization(MemoryBoundProblem):
                 yield RmsNormalization(1, width, dtype, 1e-6, delta)
 
 
+def plan(config: SoleConfig, problem: RmsNormalization, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are h, delta, weight, x and inverse_rms."""
+    threads = 256 if problem.width <= 4096 else 1024
+    vectors = ceil_div(problem.width, 4 * threads)
+    defines: dict[str, int | str] = {
+        "X": TYPES[problem.dtype],
+        "HAS_DELTA": int(problem.delta),
+        "VECTORS": vectors,
+    }
+    buffers = ("h", "delta", "weight", "x", "inverse_rms")
+    arguments = (*buffers, *int32s(problem.width), np.float32(problem.eps))
+    return plan_launch(device, NAME, defines, (problem.m, 1, 1), threads, arguments)
+
+
 class RmsNorm(SoleConfigFamily[RmsNormalization]):
     """The family ``rms_norm``."""
 
-    NAME = "rms_norm"
-
-    def plan(self, config: SoleConfig, problem: RmsNormalization, device: Device) -> LaunchPlan:
-        """Return the launch plan; the buffers are h, delta, weight, x and inverse_rms."""
-        threads = 256 if problem.width <= 4096 else 1024
-        vectors = ceil_div(problem.width, 4 * threads)
-        defines: dict[str, int | str] = {
-            "X": TYPES[problem.dtype],
-            "HAS_DELTA": int(problem.delta),
-            "VECTORS": vectors,
-        }
-        buffers = ("h", "delta", "weight", "x", "inverse_rms")
-        arguments = (*buffers, *int32s(problem.width), np.float32(problem.eps))
-        return plan_launch(device, self.NAME, defines, (problem.m, 1, 1), threads, arguments)
+    NAME = NAME
+    plan = staticmethod(plan)
 
 
 RMS_NORM = RmsNorm()

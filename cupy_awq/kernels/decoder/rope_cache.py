@@ -15,6 +15,8 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
+NAME = "rope_cache"
+
 
 @dataclass(frozen=True)
 class RopeCaching(MemoryBoundProblem):
@@ -62,24 +64,26 @@ class RopeCaching(MemoryBoundProblem):
                 yield RopeCaching(1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm)
 
 
+def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, lengths, q, k and v."""
+    defines: dict[str, int | str] = {
+        "X": TYPES[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "QK_NORM": int(problem.norm),
+    }
+    threads = 128
+    sizes = int32s(problem.m, problem.steps, problem.heads, problem.kv_heads, problem.capacity)
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
+    arguments = (*buffers, *sizes, np.int64(problem.sequence_stride), np.float32(problem.eps))
+    ctas = ceil_div(problem.m * (problem.heads + 2 * problem.kv_heads), threads // 32)
+    return plan_launch(device, NAME, defines, (ctas, 1, 1), threads, arguments)
+
+
 class RopeCache(SoleConfigFamily[RopeCaching]):
     """The family ``rope_cache``."""
 
-    NAME = "rope_cache"
-
-    def plan(self, config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:
-        """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, lengths, q, k and v."""
-        defines: dict[str, int | str] = {
-            "X": TYPES[problem.dtype],
-            "HEAD_DIM": problem.head_dim,
-            "QK_NORM": int(problem.norm),
-        }
-        threads = 128
-        sizes = int32s(problem.m, problem.steps, problem.heads, problem.kv_heads, problem.capacity)
-        buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
-        arguments = (*buffers, *sizes, np.int64(problem.sequence_stride), np.float32(problem.eps))
-        ctas = ceil_div(problem.m * (problem.heads + 2 * problem.kv_heads), threads // 32)
-        return plan_launch(device, self.NAME, defines, (ctas, 1, 1), threads, arguments)
+    NAME = NAME
+    plan = staticmethod(plan)
 
 
 ROPE_CACHE = RopeCache()

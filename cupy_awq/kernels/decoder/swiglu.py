@@ -13,6 +13,8 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
+NAME = "swiglu"
+
 
 @dataclass(frozen=True)
 class GatedActivation(MemoryBoundProblem):
@@ -43,16 +45,18 @@ class GatedActivation(MemoryBoundProblem):
             yield GatedActivation(1, 8, dtype)
 
 
+def plan(config: SoleConfig, problem: GatedActivation, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are x and y."""
+    grid = (ceil_div(problem.width, THREADS), problem.m, 1)
+    arguments = ("x", "y", *int32s(problem.width))
+    return plan_launch(device, NAME, {"X": TYPES[problem.dtype]}, grid, THREADS, arguments)
+
+
 class Swiglu(SoleConfigFamily[GatedActivation]):
     """The family ``swiglu``."""
 
-    NAME = "swiglu"
-
-    def plan(self, config: SoleConfig, problem: GatedActivation, device: Device) -> LaunchPlan:
-        """Return the launch plan; the buffers are x and y."""
-        grid = (ceil_div(problem.width, THREADS), problem.m, 1)
-        arguments = ("x", "y", *int32s(problem.width))
-        return plan_launch(device, self.NAME, {"X": TYPES[problem.dtype]}, grid, THREADS, arguments)
+    NAME = NAME
+    plan = staticmethod(plan)
 
 
 SWIGLU = Swiglu()

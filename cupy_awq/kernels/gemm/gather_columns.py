@@ -67,44 +67,46 @@ class ColumnGather(MemoryBoundProblem):
                 yield ColumnGather(m, 4096, dtype, 4096, x_aligned=True)
 
 
+def plan(config: SoleConfig, problem: ColumnGather, device: Device) -> LaunchPlan:
+    """Return the launch plan.
+
+    The buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous); ``order`` and ``y`` are
+    aligned to 32 bytes.
+    """
+    m, k, row_bytes = problem.m, problem.k, problem.row_bytes
+    is_wide = k % 8 == 0
+    is_staged = m > DIRECT_ROWS and row_bytes <= device.shared_bytes_per_block
+    threads = STAGED_THREADS if is_staged else DIRECT_THREADS
+    if is_staged:
+        by_memory = device.shared_bytes_per_sm // (row_bytes + 1024)
+        ctas = device.sm_count * max(1, min(by_memory, THREADS_PER_SM // threads))
+        grid = 1, min(m, ctas), 1
+    else:
+        grid = ceil_div(k // 8 if is_wide else k, threads), min(m, MAX_GRID), 1
+    is_dependent = device.has(Capability.DEPENDENT_LAUNCH)
+    defines = (
+        ("X", TYPES["float16" if ITEMSIZE[problem.dtype] == 2 else problem.dtype]),
+        ("WIDE", int(is_wide)),
+        ("X_ALIGNED", int(problem.x_aligned and is_wide)),
+        ("STAGED", int(is_staged)),
+        ("THREADS", threads),
+        ("DEPENDENT", int(is_dependent)),
+    )
+    return LaunchPlan(
+        Kernel("gemm/gather_columns.cu", NAME, defines, device.target),
+        grid,
+        (threads, 1, 1),
+        ("x", "order", "y", *map(np.int32, (m, k, problem.x_stride))),
+        row_bytes if is_staged else 0,
+        dependent=is_dependent,
+    )
+
+
 class GatherColumns(SoleConfigFamily[ColumnGather]):
     """The family ``gather_columns``."""
 
     NAME = NAME
-
-    def plan(self, config: SoleConfig, problem: ColumnGather, device: Device) -> LaunchPlan:
-        """Return the launch plan.
-
-        The buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous); ``order`` and ``y`` are
-        aligned to 32 bytes.
-        """
-        m, k, row_bytes = problem.m, problem.k, problem.row_bytes
-        is_wide = k % 8 == 0
-        is_staged = m > DIRECT_ROWS and row_bytes <= device.shared_bytes_per_block
-        threads = STAGED_THREADS if is_staged else DIRECT_THREADS
-        if is_staged:
-            by_memory = device.shared_bytes_per_sm // (row_bytes + 1024)
-            ctas = device.sm_count * max(1, min(by_memory, THREADS_PER_SM // threads))
-            grid = 1, min(m, ctas), 1
-        else:
-            grid = ceil_div(k // 8 if is_wide else k, threads), min(m, MAX_GRID), 1
-        is_dependent = device.has(Capability.DEPENDENT_LAUNCH)
-        defines = (
-            ("X", TYPES["float16" if ITEMSIZE[problem.dtype] == 2 else problem.dtype]),
-            ("WIDE", int(is_wide)),
-            ("X_ALIGNED", int(problem.x_aligned and is_wide)),
-            ("STAGED", int(is_staged)),
-            ("THREADS", threads),
-            ("DEPENDENT", int(is_dependent)),
-        )
-        return LaunchPlan(
-            Kernel("gemm/gather_columns.cu", NAME, defines, device.target),
-            grid,
-            (threads, 1, 1),
-            ("x", "order", "y", *map(np.int32, (m, k, problem.x_stride))),
-            row_bytes if is_staged else 0,
-            dependent=is_dependent,
-        )
+    plan = staticmethod(plan)
 
 
 GATHER_COLUMNS = GatherColumns()

@@ -10,6 +10,8 @@ from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
+NAME = "repack"
+
 
 @dataclass(frozen=True)
 class Repacking(MemoryBoundProblem):
@@ -32,16 +34,20 @@ class Repacking(MemoryBoundProblem):
         return 2 * self.layout.nbytes
 
 
+def refusal(problem: Repacking, device: Device) -> str | None:
+    return problem.layout.refusal()
+
+
+def plan(config: SoleConfig, problem: Repacking, device: Device) -> LaunchPlan:
+    return problem.layout.pack(device, problem.strides)
+
+
 class Repack(SoleConfigFamily[Repacking]):
     """The family ``repack``."""
 
-    NAME = "repack"
-
-    def refusal(self, problem: Repacking, device: Device) -> str | None:
-        return problem.layout.refusal()
-
-    def plan(self, config: SoleConfig, problem: Repacking, device: Device) -> LaunchPlan:
-        return problem.layout.pack(device, problem.strides)
+    NAME = NAME
+    refusal = staticmethod(refusal)
+    plan = staticmethod(plan)
 
 
 REPACK = Repack()

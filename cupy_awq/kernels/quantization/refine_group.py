@@ -14,6 +14,7 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
+NAME = "refine_group"
 THREADS = 128
 """The number of threads per CTA."""
 
@@ -51,29 +52,31 @@ class GroupRefinement(MemoryBoundProblem):
         yield GroupRefinement(128, 4096, 32, "float16", (2.0**-24, 65504.0), symmetric=False)
 
 
+def plan(config: SoleConfig, problem: GroupRefinement, device: Device) -> LaunchPlan:
+    """Return the launch plan.
+
+    The buffers are ``codes``, ``curved``, ``gradient``, ``total``, ``scale``, ``zero`` and ``step``; see
+    ``cuda_src/quantization/refine_group.cu`` for their shapes.
+    """
+    smallest, largest = problem.limits
+    defines = (
+        ("SCALE", TYPES[problem.scale_dtype]),
+        ("SMALLEST", smallest.hex()),
+        ("LARGEST", largest.hex()),
+        ("SYMMETRIC", int(problem.symmetric)),
+        ("THREADS", THREADS),
+    )
+    kernel = Kernel("quantization/refine_group.cu", NAME, defines, device.target)
+    buffers = "codes", "curved", "gradient", "total", "scale", "zero", "step"
+    sizes = map(np.int32, (problem.n, problem.group_size, problem.stride))
+    return LaunchPlan(kernel, (ceil_div(problem.n, THREADS), 1, 1), (THREADS, 1, 1), (*buffers, *sizes))
+
+
 class RefineGroup(SoleConfigFamily[GroupRefinement]):
     """The family ``refine_group``."""
 
-    NAME = "refine_group"
-
-    def plan(self, config: SoleConfig, problem: GroupRefinement, device: Device) -> LaunchPlan:
-        """Return the launch plan.
-
-        The buffers are ``codes``, ``curved``, ``gradient``, ``total``, ``scale``, ``zero`` and ``step``; see
-        ``cuda_src/quantization/refine_group.cu`` for their shapes.
-        """
-        smallest, largest = problem.limits
-        defines = (
-            ("SCALE", TYPES[problem.scale_dtype]),
-            ("SMALLEST", smallest.hex()),
-            ("LARGEST", largest.hex()),
-            ("SYMMETRIC", int(problem.symmetric)),
-            ("THREADS", THREADS),
-        )
-        kernel = Kernel("quantization/refine_group.cu", self.NAME, defines, device.target)
-        buffers = "codes", "curved", "gradient", "total", "scale", "zero", "step"
-        sizes = map(np.int32, (problem.n, problem.group_size, problem.stride))
-        return LaunchPlan(kernel, (ceil_div(problem.n, THREADS), 1, 1), (THREADS, 1, 1), (*buffers, *sizes))
+    NAME = NAME
+    plan = staticmethod(plan)
 
 
 REFINE_GROUP = RefineGroup()

@@ -13,6 +13,7 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
+NAME = "round_channels"
 MAX_CHANNELS = 64
 """The largest number of channels per block."""
 THREADS = 64
@@ -46,25 +47,29 @@ class ChannelRounding(MemoryBoundProblem):
             yield ChannelRounding(channels, 4096)
 
 
+def refusal(problem: ChannelRounding, device: Device) -> str | None:
+    return None if problem.channels <= MAX_CHANNELS else f"takes {MAX_CHANNELS} channels, not {problem.channels}"
+
+
+def plan(config: SoleConfig, problem: ChannelRounding, device: Device) -> LaunchPlan:
+    """Return the launch plan.
+
+    The buffers are ``target``, ``old`` (or None), ``factors``, ``bottom``, ``top``, ``codes`` and ``changes``, all
+    contiguous float32; see ``cuda_src/quantization/round_channels.cu`` for their shapes.
+    """
+    defines = (("CHANNELS", problem.channels), ("THREADS", THREADS))
+    kernel = Kernel("quantization/round_channels.cu", NAME, defines, device.target)
+    buffers = "target", "old", "factors", "bottom", "top", "codes", "changes"
+    grid = (ceil_div(problem.n, THREADS), 1, 1)
+    return LaunchPlan(kernel, grid, (THREADS, 1, 1), (*buffers, np.int32(problem.n)))
+
+
 class RoundChannels(SoleConfigFamily[ChannelRounding]):
     """The family ``round_channels``."""
 
-    NAME = "round_channels"
-
-    def refusal(self, problem: ChannelRounding, device: Device) -> str | None:
-        return None if problem.channels <= MAX_CHANNELS else f"takes {MAX_CHANNELS} channels, not {problem.channels}"
-
-    def plan(self, config: SoleConfig, problem: ChannelRounding, device: Device) -> LaunchPlan:
-        """Return the launch plan.
-
-        The buffers are ``target``, ``old`` (or None), ``factors``, ``bottom``, ``top``, ``codes`` and ``changes``, all
-        contiguous float32; see ``cuda_src/quantization/round_channels.cu`` for their shapes.
-        """
-        defines = (("CHANNELS", problem.channels), ("THREADS", THREADS))
-        kernel = Kernel("quantization/round_channels.cu", self.NAME, defines, device.target)
-        buffers = "target", "old", "factors", "bottom", "top", "codes", "changes"
-        grid = (ceil_div(problem.n, THREADS), 1, 1)
-        return LaunchPlan(kernel, grid, (THREADS, 1, 1), (*buffers, np.int32(problem.n)))
+    NAME = NAME
+    refusal = staticmethod(refusal)
+    plan = staticmethod(plan)
 
 
 ROUND_CHANNELS = RoundChannels()
