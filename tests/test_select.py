@@ -310,7 +310,13 @@ def test_a_weight_is_stored_in_the_layouts_that_kernels_of_the_gpu_read() -> Non
 
 @pytest.mark.parametrize(
     ("arch", "needs", "target"),
-    [(80, (), "80"), (90, (), "90a"), (100, (), "100"), (100, (Capability.TCGEN05,), "100a"), (120, (), "120")],
+    [
+        (80, (), "80"),
+        (90, (), "90a"),
+        (100, (), "100"),
+        (100, (Capability.TCGEN05,), "100a"),
+        (120, (Capability.MMA_BLOCK_SCALE,), "120a"),
+    ],
 )
 def test_the_compiler_target_follows_the_capabilities(arch: int, needs: tuple[Capability, ...], target: str) -> None:
     gpu = device.nominal(arch)

@@ -348,7 +348,7 @@ def explain(problem: KernelProblem, device: Device) -> str:
     lines.append(f"   {'kernel':{width}}       us  time      configuration")
 
     def add(mark: str, name: str, us: float, source: str, config: Config) -> None:
-        lines.append(f"{mark:2} {name:{width}} {us:8.1f}  {source:8}  {config_text(config)}")
+        lines.append(f"{mark:2} {name:{width}} {us:8.1f}  {source:8}  {config_text(config)}".rstrip())
 
     for name, some in candidates(problem, device).items():
         if isinstance(some, str):

@@ -242,7 +242,7 @@ class GemmSm90Raw(Family[Problem, GemmSm90RawConfig]):
     """The family ``gemm_sm90_raw``."""
 
     NAME = NAME
-    needs = HOPPER
+    needs = HOPPER  # It uses no wgmma, but its cost model is fitted on Hopper alone; newer GPUs have gemm_sm80.
     layout = AWQ
     refusal = staticmethod(refusal)
     configs = staticmethod(configs)
