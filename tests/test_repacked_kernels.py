@@ -131,7 +131,7 @@ def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_cau
         ({"k": 16384 + 128}, False),
         ({"batch_invariant": True}, False),
         ({"x_aligned": False}, False),
-        ({"repacked": False}, False),
+        ({"layouts": (AWQ,)}, False),
         ({"dtype": "float32"}, False),
     ],
 )
