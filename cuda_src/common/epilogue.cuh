@@ -3,9 +3,6 @@
 //   y = activation(accumulator + bias) + residual
 //   y = activation(gate accumulator + gate bias) * (up accumulator + up bias) + residual      if GATED
 //
-// Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (type of the bias),
-// HAS_RESIDUAL.
-//
 // To add an activation, follow "How to add an activation to every kernel" in .github/CONTRIBUTING.md.
 #pragma once
 
@@ -13,17 +10,23 @@
 
 enum class Activation { kNone, kClamp, kSilu, kGelu };
 
-constexpr Activation kActivation = Activation::ACTIVATION;
-constexpr bool kGated = GATED;
-constexpr bool kHasBias = HAS_BIAS;
-constexpr bool kHasResidual = HAS_RESIDUAL;
+// What an epilogue computes, with the host's constants as EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS,
+// HAS_RESIDUAL>. The Config of a kernel inherits its options.
+template <class BiasType, Activation kFunction, bool kHasGate, bool kAddsBias, bool kAddsResidual>
+struct EpilogueOptions {
+  using Bias = BiasType;
+  static constexpr Activation kActivation = kFunction;
+  static constexpr bool kGated = kHasGate;
+  static constexpr bool kHasBias = kAddsBias;
+  static constexpr bool kHasResidual = kAddsResidual;
+};
 
-// The operands of the epilogue: bias BIAS [n], residual T [m, n] (gated: [m, n / 2]) with row stride ldr, and
+// The operands of the epilogue: bias Options::Bias [n], residual T [m, n] (gated: [m, n / 2]) with row stride ldr, and
 // the bounds of kClamp. n is the number of weight columns; if gated, the first n / 2 are the gate and the others
 // the up projection.
-template <class T>
+template <class T, class Options>
 struct Epilogue {
-  const BIAS* bias;
+  const typename Options::Bias* bias;
   const T* residual;
   float low;
   float high;
@@ -31,29 +34,28 @@ struct Epilogue {
   int ldr;
 
   __device__ __forceinline__ float activate(float value) const {
-    if constexpr (kActivation == Activation::kClamp) {
+    if constexpr (Options::kActivation == Activation::kClamp) {
       // Unlike fminf and fmaxf, these comparisons propagate NaN.
       value = value < low ? low : value;
       return value > high ? high : value;
-    } else if constexpr (kActivation == Activation::kSilu) {
+    } else if constexpr (Options::kActivation == Activation::kSilu) {
       return value / (1.0f + expf(-value));
-    } else if constexpr (kActivation == Activation::kGelu) {
+    } else if constexpr (Options::kActivation == Activation::kGelu) {
       const float inner = 0.7978845608028654f * (value + 0.044715f * value * value * value);
       return 0.5f * value * (1.0f + tanhf(inner));
     } else {
-      // The condition depends on T, so it is checked only if this branch is instantiated.
-      static_assert(sizeof(T) != 0 && kActivation == Activation::kNone, "activate() lacks a case of Activation");
+      static_assert(Options::kActivation == Activation::kNone, "activate() lacks a case of Activation");
       return value;
     }
   }
 
   // Returns accumulator + bias.
   __device__ __forceinline__ float biased(float accumulator, int column) const {
-    return kHasBias ? accumulator + to_float(bias[column]) : accumulator;
+    return Options::kHasBias ? accumulator + to_float(bias[column]) : accumulator;
   }
 
   __device__ __forceinline__ float with_residual(float value, int row, int column) const {
-    return kHasResidual ? value + to_float(residual[static_cast<int64_t>(row) * ldr + column]) : value;
+    return Options::kHasResidual ? value + to_float(residual[static_cast<int64_t>(row) * ldr + column]) : value;
   }
 
   // Returns eight adjacent values of the residual, or zeros without a residual. WHOLE: the address of the values is a
@@ -61,7 +63,7 @@ struct Epilogue {
   template <bool WHOLE>
   __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
     Vector<T, 8> out = {};
-    if constexpr (kHasResidual) load<WHOLE>(out, residual + static_cast<int64_t>(row) * ldr + column);
+    if constexpr (Options::kHasResidual) load<WHOLE>(out, residual + static_cast<int64_t>(row) * ldr + column);
     return out;
   }
 
@@ -83,9 +85,9 @@ struct Epilogue {
 
 // Returns the index of the weight column that column `local` of a CTA tile holds, or a value >= n if there is no such
 // column. A gated tile has BLOCK_WIDTH / 2 columns of the gate, then the matching columns of the up projection.
-template <int BLOCK_WIDTH>
+template <class Options, int BLOCK_WIDTH>
 __device__ __forceinline__ int weight_column(int tile, int local, int n) {
-  if constexpr (!kGated) return tile * BLOCK_WIDTH + local;
+  if constexpr (!Options::kGated) return tile * BLOCK_WIDTH + local;
   constexpr int kHalf = BLOCK_WIDTH / 2;
   const int column = tile * kHalf + local % kHalf;
   if (column >= n / 2) return n;

@@ -5,6 +5,7 @@
 // batch-invariant GEMM uses split-K if it has few tiles, and SliceSums if it has many.
 #pragma once
 
+#include "common/tile_scheduler.cuh"
 #include "common/types.cuh"
 
 // Running sums of a thread's COUNT accumulators over the completed slices: in registers, or, if the accumulators leave too
@@ -20,7 +21,7 @@ struct SliceSums {
   float sums[kSlices == 1 || kIsShared ? 1 : COUNT];
 
   explicit __device__ __forceinline__ SliceSums(int tiles, uint8_t* memory = nullptr)
-      : tiles(tiles), next_begin(static_cast<int>(static_cast<int64_t>(tiles) / kSlices)), memory(memory), sums{} {
+      : tiles(tiles), next_begin(slice_begin<int64_t>(tiles, 1, kSlices)), memory(memory), sums{} {
     if constexpr (kIsShared) {
 #pragma unroll
       for (int i = 0; i < COUNT / 4; ++i) store<true>(shared_sums(i), Vector<float, 4>{});
@@ -32,7 +33,7 @@ struct SliceSums {
   // Adds the accumulators of the completed slice to the sums, and zeroes the accumulators for the next slice.
   __device__ __forceinline__ void end_slice(float (&accumulators)[COUNT]) {
     ++next;
-    next_begin = static_cast<int>(static_cast<int64_t>(tiles) * next / kSlices);
+    next_begin = slice_begin<int64_t>(tiles, next, kSlices);
     if constexpr (kIsShared) {
       add_to(accumulators);
 #pragma unroll

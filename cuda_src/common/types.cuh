@@ -25,6 +25,18 @@ constexpr bool kIsHalf = false;
 template <>
 constexpr bool kIsHalf<half_t> = true;
 
+template <bool kCondition, class First, class Second>
+struct SelectType {
+  using Type = First;
+};
+template <class First, class Second>
+struct SelectType<false, First, Second> {
+  using Type = Second;
+};
+// First if kCondition, else Second.
+template <bool kCondition, class First, class Second>
+using Select = typename SelectType<kCondition, First, Second>::Type;
+
 __device__ __forceinline__ float to_float(half_t value) { return ptx::cvt_f32_f16(value.bits); }
 __device__ __forceinline__ float to_float(bfloat16_t value) { return __uint_as_float(uint32_t{value.bits} << 16); }
 __device__ __forceinline__ float to_float(float value) { return value; }

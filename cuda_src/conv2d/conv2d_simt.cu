@@ -11,6 +11,7 @@
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
 
+using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -49,6 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
   }
-  const Epilogue<X> epilogue{bias, nullptr, low, high, all, 0};
+  const Epilogue<X, Options> epilogue{bias, nullptr, low, high, all, 0};
   y[index] = epilogue.finish(sum, 0, co);
 }

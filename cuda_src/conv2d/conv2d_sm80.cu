@@ -27,6 +27,7 @@
 
 static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 
+using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
 constexpr int kWords = BITS / 4;  // number of 32-bit words of codes per vector
@@ -120,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int blocks = ceil_div(channel_vectors, block_vectors);
   const int vectors = s.kernel_h * s.kernel_w * channel_vectors;
   const int tiles = ceil_div(vectors, kVectors);
-  const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
-  const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
+  const int tile_begin = slice_begin<int64_t>(tiles, blockIdx.z, gridDim.z);
+  const int tile_end = slice_begin<int64_t>(tiles, blockIdx.z + 1, gridDim.z);
 
   // A thread copies vector `vector` of rows `row`, `row` + kRowStep, ... of both operands.
   const int vector = threadIdx.x % kVectors;
@@ -248,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (!reduce_split_k<kAccumulators, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const int all = s.outputs * s.groups;
-  const Epilogue<X> epilogue{bias, nullptr, low, high, all, 0};
+  const Epilogue<X, Options> epilogue{bias, nullptr, low, high, all, 0};
 #pragma unroll
   for (int i = 0; i < kTilesM; ++i) {
 #pragma unroll

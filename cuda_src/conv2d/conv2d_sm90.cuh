@@ -2,10 +2,9 @@
 // The order in which conv2d_sm90 and conv2d_sm90_large traverse K.
 #pragma once
 
-constexpr bool kHalo = HALO;
-
 // A K chunk: one filter tap (fy, fx) x 64 input channels, from channel 64 * channel_chunk. K chunks are ordered by
 // channels first, so all taps of the same channels are adjacent.
+template <bool kHalo>
 struct KChunk {
   int channel_chunk, fy, fx;
 

@@ -54,108 +54,125 @@
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90_large needs sm_90a");
 
-constexpr int kWgCo = WG_CO;
-constexpr int kWgPx = WG_PX;
-constexpr int kPixelTiles = PIXEL_TILES;
-constexpr int kPixels = PIXELS;
-constexpr int kTileN = TILE_N;
-constexpr int kTileH = TILE_H;
-constexpr int kTileW = TILE_W;
-constexpr int kBoxW = BOX_W;
-constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk, each of 16 channels
-constexpr int kXStages = X_STAGES;
-constexpr int kWeightStages = WEIGHT_STAGES;
-constexpr int kSplitK = SPLIT_K;
-
-constexpr int kWarpgroups = kWgCo * kWgPx;
-constexpr int kConsumerWarps = kWarpgroups * 4;
-constexpr int kThreads = kConsumerWarps * 32 + 32;
-constexpr int kBoxes = kWgPx * kPixelTiles;
-constexpr int kPlanes = PLANES_H * PLANES_W;  // number of TMA boxes per pixel tile
-constexpr int kTilePixels = kTileN * kTileH * kTileW;
-constexpr int kBoxRows = kTileN * BOX_H * kBoxW;
-// The stride in bytes between adjacent 8-pixel groups of B (the stride byte offset of the matrix descriptor).
-constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;
-constexpr int kAccumulators = kPixels / 2;
-constexpr int kPixelGroups = kPixels / 8;
-constexpr int kOwnedGroups = ceil_div(kPixelTiles * kPixelGroups, kSplitK);
-
-constexpr int kBoxBytes = ceil_div((kPixels > kBoxRows ? kPixels : kBoxRows) * 128, 1024) * 1024;
-constexpr int kTileBytes = 64 * 128;
-constexpr int kWeightBytes = kWgCo * kTileBytes;
-constexpr int kStoreRows = 32;
-constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
-
-static_assert(kTilePixels <= kPixels, "a wgmma covers a pixel tile");
-static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kTilePixels == kPixels),
-              "8-pixel groups have a constant distance in shared memory");
-static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
-
-// After the main loop, the partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite Boxes and
-// Weights.
-struct SharedStorage {
-  using Boxes = SharedArray<0, kXStages, kBoxes * kPlanes * kBoxBytes>;
-  using Weights = SharedArray<Boxes::kEnd, kWeightStages, kWeightBytes>;
-  using Store = SharedArray<Weights::kEnd, kWarpgroups, kStoreRows * kStoreRowBytes>;
-  using XBarriers = SharedArray<Store::kEnd, 2 * kXStages, kBarrierBytes>;
-  using WeightBarriers = SharedArray<XBarriers::kEnd, 2 * kWeightStages, kBarrierBytes>;
-  static constexpr int kBytes = WeightBarriers::kEnd;
-
-  uint32_t begin;
-
-  __device__ __forceinline__ uint32_t x(int stage_idx) const { return Boxes::at(begin, stage_idx); }
-  __device__ __forceinline__ uint32_t weight(int stage_idx) const { return Weights::at(begin, stage_idx); }
-  __device__ __forceinline__ Pipeline<kXStages, XBarriers::kBegin> x_pipeline() const { return {begin}; }
-  __device__ __forceinline__ Pipeline<kWeightStages, WeightBarriers::kBegin> weight_pipeline() const { return {begin}; }
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL> {
+  using T = X;  // type of x and y
+  static constexpr bool kHalo = HALO;
+  static constexpr int kWgCo = WG_CO;
+  static constexpr int kWgPx = WG_PX;
+  static constexpr int kPixelTiles = PIXEL_TILES;
+  static constexpr int kPixels = PIXELS;
+  static constexpr int kTileN = TILE_N;
+  static constexpr int kTileH = TILE_H;
+  static constexpr int kTileW = TILE_W;
+  static constexpr int kPlanesH = PLANES_H;
+  static constexpr int kPlanesW = PLANES_W;
+  static constexpr int kBoxH = BOX_H;
+  static constexpr int kBoxW = BOX_W;
+  static constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk, each of 16 channels
+  static constexpr int kXStages = X_STAGES;
+  static constexpr int kWeightStages = WEIGHT_STAGES;
+  static constexpr int kSplitK = SPLIT_K;
+  static constexpr int kCtasPerSm = CTAS_PER_SM;
+  static constexpr int kSharedBytes = SHARED_BYTES;
 };
-ASSERT_SHARED_BYTES(SharedStorage);
 
-static_assert(kSplitK == 1 || kSplitK * kWarpgroups * kOwnedGroups * 2048 <= SharedStorage::Weights::kEnd,
-              "the partial sums fit in the memory of the stages");
+template <class Host>
+struct Conv2dSm90Large : Host {
+  static constexpr int kWarpgroups = Host::kWgCo * Host::kWgPx;
+  static constexpr int kConsumerWarps = kWarpgroups * 4;
+  static constexpr int kThreads = kConsumerWarps * 32 + 32;
+  static constexpr int kBoxes = Host::kWgPx * Host::kPixelTiles;
+  static constexpr int kPlanes = Host::kPlanesH * Host::kPlanesW;  // number of TMA boxes per pixel tile
+  static constexpr int kTilePixels = Host::kTileN * Host::kTileH * Host::kTileW;
+  static constexpr int kBoxRows = Host::kTileN * Host::kBoxH * Host::kBoxW;
+  // The stride in bytes between adjacent 8-pixel groups of B (the stride byte offset of the matrix descriptor).
+  static constexpr int kGroupStrideBytes = Host::kHalo ? Host::kBoxW * 128 : 1024;
+  static constexpr int kAccumulators = Host::kPixels / 2;
+  static constexpr int kPixelGroups = Host::kPixels / 8;
+  static constexpr int kOwnedGroups = ceil_div(Host::kPixelTiles * kPixelGroups, Host::kSplitK);
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
-    conv2d_sm90_large(const uint8_t* weight, const BIAS* bias, X* y, const __grid_constant__ TensorMap x_map, int tiles,
-                      int co_blocks, int tiles_h, int tiles_w, int k_chunks, int batch, int outputs, int kernel_h,
-                      int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h, int pad_w,
-                      int dilation_h, int dilation_w, float low, float high) {
+  static constexpr int kBoxBytes = ceil_div((Host::kPixels > kBoxRows ? Host::kPixels : kBoxRows) * 128, 1024) * 1024;
+  static constexpr int kTileBytes = 64 * 128;
+  static constexpr int kWeightBytes = Host::kWgCo * kTileBytes;
+  static constexpr int kStoreRows = 32;
+  static constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
+
+  static_assert(kTilePixels <= Host::kPixels, "a wgmma covers a pixel tile");
+  static_assert(!Host::kHalo || (Host::kTileN == 1 && Host::kTileW == 8 && kTilePixels == Host::kPixels),
+                "8-pixel groups have a constant distance in shared memory");
+  static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
+
+  // After the main loop, the partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite Boxes and
+  // Weights.
+  struct SharedStorage {
+    using Boxes = SharedArray<0, Host::kXStages, kBoxes * kPlanes * kBoxBytes>;
+    using Weights = SharedArray<Boxes::kEnd, Host::kWeightStages, kWeightBytes>;
+    using Store = SharedArray<Weights::kEnd, kWarpgroups, kStoreRows * kStoreRowBytes>;
+    using XBarriers = SharedArray<Store::kEnd, 2 * Host::kXStages, kBarrierBytes>;
+    using WeightBarriers = SharedArray<XBarriers::kEnd, 2 * Host::kWeightStages, kBarrierBytes>;
+    static constexpr int kBytes = WeightBarriers::kEnd;
+
+    uint32_t begin;
+
+    __device__ __forceinline__ uint32_t x(int stage_idx) const { return Boxes::at(begin, stage_idx); }
+    __device__ __forceinline__ uint32_t weight(int stage_idx) const { return Weights::at(begin, stage_idx); }
+    __device__ __forceinline__ Pipeline<Host::kXStages, XBarriers::kBegin> x_pipeline() const { return {begin}; }
+    __device__ __forceinline__ Pipeline<Host::kWeightStages, WeightBarriers::kBegin> weight_pipeline() const {
+      return {begin};
+    }
+  };
+  ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
+
+  static_assert(Host::kSplitK == 1 || Host::kSplitK * kWarpgroups * kOwnedGroups * 2048 <= SharedStorage::Weights::kEnd,
+                "the partial sums fit in the memory of the stages");
+};
+// The arguments are those of the kernel.
+template <class C>
+__device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, const typename C::Bias* bias,
+                                                        typename C::T* y, const TensorMap* x_map, int tiles,
+                                                        int co_blocks, int tiles_h, int tiles_w, int k_chunks,
+                                                        int batch, int outputs, int kernel_h, int kernel_w, int out_h,
+                                                        int out_w, int stride_h, int stride_w, int pad_h, int pad_w,
+                                                        int dilation_h, int dilation_w, float low, float high) {
+  using T = typename C::T;
   extern __shared__ __align__(1024) uint8_t memory[];
-  const SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  const typename C::SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const auto x_pipeline = shared.x_pipeline();
   const auto weight_pipeline = shared.weight_pipeline();
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const int rank = cluster_rank<kSplitK>();
-  const int begin = k_chunks * rank / kSplitK;
-  const int end = k_chunks * (rank + 1) / kSplitK;
+  const int rank = cluster_rank<C::kSplitK>();
+  const int begin = k_chunks * rank / C::kSplitK;
+  const int end = k_chunks * (rank + 1) / C::kSplitK;
 
-  const int first_tile = blockIdx.x / kSplitK;
+  const int first_tile = blockIdx.x / C::kSplitK;
   const int taps = kernel_h * kernel_w;
-  const KChunk first_chunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+  const KChunk<C::kHalo> first_chunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
   // The number of pixels of x by which plane 0 starts before the first pixel that filter taps read.
-  const int lead_h = kPlanes == 1 ? 0 : pad_h % PLANES_H;
-  const int lead_w = kPlanes == 1 ? 0 : pad_w % PLANES_W;
+  const int lead_h = C::kPlanes == 1 ? 0 : pad_h % C::kPlanesH;
+  const int lead_w = C::kPlanes == 1 ? 0 : pad_w % C::kPlanesW;
 
   // Returns the coordinates (image, row, column of y) of the first pixel of pixel tile `index` of CTA tile `tile`.
   auto pixel_tile_begin = [&](int tile, int index) {
-    const int at = tile / co_blocks * kBoxes + index;
-    return int3{at / (tiles_h * tiles_w) * kTileN, at / tiles_w % tiles_h * kTileH, at % tiles_w * kTileW};
+    const int at = tile / co_blocks * C::kBoxes + index;
+    return int3{at / (tiles_h * tiles_w) * C::kTileN, at / tiles_w % tiles_h * C::kTileH, at % tiles_w * C::kTileW};
   };
 
-  if (warp == kConsumerWarps) {
-    for (int stage_idx = lane; stage_idx < kXStages + kWeightStages; stage_idx += 32) {
-      const bool is_x = stage_idx < kXStages;
-      const int weight_stage_idx = stage_idx - kXStages;
+  if (warp == C::kConsumerWarps) {
+    for (int stage_idx = lane; stage_idx < C::kXStages + C::kWeightStages; stage_idx += 32) {
+      const bool is_x = stage_idx < C::kXStages;
+      const int weight_stage_idx = stage_idx - C::kXStages;
       ptx::mbarrier_init(is_x ? x_pipeline.full_barrier(stage_idx) : weight_pipeline.full_barrier(weight_stage_idx), 1);
       ptx::mbarrier_init(is_x ? x_pipeline.empty_barrier(stage_idx) : weight_pipeline.empty_barrier(weight_stage_idx),
-                         kConsumerWarps);
+                         C::kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
-  if constexpr (kTilePixels < kPixels) {
+  if constexpr (C::kTilePixels < C::kPixels) {
     // Zero the rows of B past each pixel tile: TMA does not write them, but wgmma reads them.
-    constexpr int kLeft = kTilePixels < kPixels ? (kPixels - kTilePixels) * 8 : 1;
-    for (int i = threadIdx.x; i < kXStages * kBoxes * kLeft; i += kThreads) {
-      const int at = i / kLeft * kBoxBytes + kTilePixels * 128 + i % kLeft * 16;
+    constexpr int kLeft = C::kTilePixels < C::kPixels ? (C::kPixels - C::kTilePixels) * 8 : 1;
+    for (int i = threadIdx.x; i < C::kXStages * C::kBoxes * kLeft; i += C::kThreads) {
+      const int at = i / kLeft * C::kBoxBytes + C::kTilePixels * 128 + i % kLeft * 16;
       *reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};
     }
     ptx::fence_proxy_async();
@@ -163,85 +180,86 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
 
-  if (warp == kConsumerWarps) {
+  if (warp == C::kConsumerWarps) {
     if (lane == 0) {
-      ptx::prefetch_tensormap(&x_map);
+      ptx::prefetch_tensormap(x_map);
       ptx::griddepcontrol_wait();
-      auto x_state = PipelineState<kXStages>::producer();
-      auto weight_state = PipelineState<kWeightStages>::producer();
-      for (int tile = first_tile; tile < tiles; tile += gridDim.x / kSplitK) {
+      auto x_state = PipelineState<C::kXStages>::producer();
+      auto weight_state = PipelineState<C::kWeightStages>::producer();
+      for (int tile = first_tile; tile < tiles; tile += gridDim.x / C::kSplitK) {
         const int co_tiles = outputs <= 64 ? 1 : ceil_div(outputs, 128) * 2;  // of the stored weight
-        const uint8_t* source = weight + static_cast<int64_t>(begin * co_tiles + tile % co_blocks * kWgCo) * kTileBytes;
-        KChunk k_chunk = first_chunk;
+        const uint8_t* source =
+            weight + static_cast<int64_t>(begin * co_tiles + tile % co_blocks * C::kWgCo) * C::kTileBytes;
+        KChunk<C::kHalo> k_chunk = first_chunk;
         for (int index = begin; index < end; ++index) {
           if (index == begin || k_chunk.needs_box()) {
             const uint32_t full_barrier = x_pipeline.full_barrier(x_state.stage_idx);
             x_pipeline.producer_acquire(x_state);
-            ptx::mbarrier_arrive_expect_tx(full_barrier, kBoxes * kPlanes * kBoxRows * 128);
+            ptx::mbarrier_arrive_expect_tx(full_barrier, C::kBoxes * C::kPlanes * C::kBoxRows * 128);
 #pragma unroll
-            for (int i = 0; i < kBoxes * kPlanes; ++i) {
-              const int3 from = pixel_tile_begin(tile, i / kPlanes);
-              const int plane_h = i % kPlanes / PLANES_W, plane_w = i % PLANES_W;
-              const int row = from.y * stride_h - pad_h + (kHalo ? plane_h - lead_h : k_chunk.fy * dilation_h);
-              const int column = from.z * stride_w - pad_w + (kHalo ? plane_w - lead_w : k_chunk.fx * dilation_w);
-              ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map,
+            for (int i = 0; i < C::kBoxes * C::kPlanes; ++i) {
+              const int3 from = pixel_tile_begin(tile, i / C::kPlanes);
+              const int plane_h = i % C::kPlanes / C::kPlanesW, plane_w = i % C::kPlanesW;
+              const int row = from.y * stride_h - pad_h + (C::kHalo ? plane_h - lead_h : k_chunk.fy * dilation_h);
+              const int column = from.z * stride_w - pad_w + (C::kHalo ? plane_w - lead_w : k_chunk.fx * dilation_w);
+              ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * C::kBoxBytes, x_map,
                                            k_chunk.channel_chunk * 64, column, row, from.x, full_barrier);
             }
             x_state.advance_by_branch();
           }
           const uint32_t full_barrier = weight_pipeline.full_barrier(weight_state.stage_idx);
           weight_pipeline.producer_acquire(weight_state);
-          ptx::mbarrier_arrive_expect_tx(full_barrier, kWeightBytes);
-          ptx::cp_async_bulk(shared.weight(weight_state.stage_idx), source, kWeightBytes, full_barrier);
-          source += static_cast<int64_t>(co_tiles) * kTileBytes;
+          ptx::mbarrier_arrive_expect_tx(full_barrier, C::kWeightBytes);
+          ptx::cp_async_bulk(shared.weight(weight_state.stage_idx), source, C::kWeightBytes, full_barrier);
+          source += static_cast<int64_t>(co_tiles) * C::kTileBytes;
           weight_state.advance_by_branch();
           k_chunk.advance(kernel_h, kernel_w);
         }
       }
     }
     __syncwarp();
-    if constexpr (kSplitK > 1) {
-      cluster_sync<kSplitK>();
-      cluster_sync<kSplitK>();
+    if constexpr (C::kSplitK > 1) {
+      cluster_sync<C::kSplitK>();
+      cluster_sync<C::kSplitK>();
     }
     return;
   }
 
-  const int warpgroup = kWarpgroups == 1 ? 0 : warp / 4;
-  const int wg_co = warpgroup % kWgCo;
-  const int wg_px = warpgroup / kWgCo;
+  const int warpgroup = C::kWarpgroups == 1 ? 0 : warp / 4;
+  const int wg_co = warpgroup % C::kWgCo;
+  const int wg_px = warpgroup / C::kWgCo;
   const int thread = threadIdx.x % 128;
-  uint8_t* buffer = memory + SharedStorage::Store::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
+  uint8_t* buffer = memory + C::SharedStorage::Store::kBegin + warpgroup * C::kStoreRows * C::kStoreRowBytes;
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
-                          (lane / 16 * 8 + lane % 8) * kStoreRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
-  const Epilogue<X> epilogue{bias, nullptr, low, high, outputs, 0};
+                          (lane / 16 * 8 + lane % 8) * C::kStoreRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
+  const Epilogue<T, C> epilogue{bias, nullptr, low, high, outputs, 0};
 
-  auto x_state = PipelineState<kXStages>::consumer();
-  auto weight_state = PipelineState<kWeightStages>::consumer();
-  for (int tile = first_tile; tile < tiles; tile += gridDim.x / kSplitK) {
-    float accumulators[kPixelTiles][kAccumulators] = {};
-    KChunk k_chunk = first_chunk;
+  auto x_state = PipelineState<C::kXStages>::consumer();
+  auto weight_state = PipelineState<C::kWeightStages>::consumer();
+  for (int tile = first_tile; tile < tiles; tile += gridDim.x / C::kSplitK) {
+    float accumulators[C::kPixelTiles][C::kAccumulators] = {};
+    KChunk<C::kHalo> k_chunk = first_chunk;
     for (int index = begin; index < end; ++index) {
       const bool is_next_box = index > begin && k_chunk.needs_box();
       if (is_next_box) x_state.advance_by_branch();
       if (is_next_box || index == begin) x_pipeline.consumer_wait(x_state);
       weight_pipeline.consumer_wait(weight_state);
       int first_row = 0;
-      if constexpr (kHalo) {
+      if constexpr (C::kHalo) {
         const int y_shift = k_chunk.fy * dilation_h + lead_h, x_shift = k_chunk.fx * dilation_w + lead_w;
-        const int plane = y_shift % PLANES_H * PLANES_W + x_shift % PLANES_W;
-        first_row = plane * (kBoxBytes / 128) + y_shift / PLANES_H * kBoxW + x_shift / PLANES_W;
+        const int plane = y_shift % C::kPlanesH * C::kPlanesW + x_shift % C::kPlanesW;
+        first_row = plane * (C::kBoxBytes / 128) + y_shift / C::kPlanesH * C::kBoxW + x_shift / C::kPlanesW;
       }
-      const uint64_t a = ptx::wgmma_descriptor(shared.weight(weight_state.stage_idx) + wg_co * kTileBytes);
-      const uint64_t b = ptx::wgmma_descriptor<kGroupStrideBytes>(
-          shared.x(x_state.stage_idx) + wg_px * kPixelTiles * kPlanes * kBoxBytes + first_row * 128);
+      const uint64_t a = ptx::wgmma_descriptor(shared.weight(weight_state.stage_idx) + wg_co * C::kTileBytes);
+      const uint64_t b = ptx::wgmma_descriptor<C::kGroupStrideBytes>(
+          shared.x(x_state.stage_idx) + wg_px * C::kPixelTiles * C::kPlanes * C::kBoxBytes + first_row * 128);
       ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < C::kSteps; ++step) {
 #pragma unroll
-        for (int pixel_tile = 0; pixel_tile < kPixelTiles; ++pixel_tile) {
-          const uint64_t at = b + pixel_tile * (kPlanes * kBoxBytes / 16) + step * 2;
-          if constexpr (kIsHalf<X>) {
+        for (int pixel_tile = 0; pixel_tile < C::kPixelTiles; ++pixel_tile) {
+          const uint64_t at = b + pixel_tile * (C::kPlanes * C::kBoxBytes / 16) + step * 2;
+          if constexpr (kIsHalf<T>) {
             ptx::wgmma_f16(accumulators[pixel_tile], a + step * 2, at);
           } else {
             ptx::wgmma_bf16(accumulators[pixel_tile], a + step * 2, at);
@@ -263,22 +281,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
 
     // The accumulators of the 8-pixel groups that this CTA owns (first_group, first_group + 1, ...), reduced over the
     // CTAs of the cluster.
-    float totals[kOwnedGroups * 4];
-    const int first_group = rank * kOwnedGroups;
-    if constexpr (kSplitK == 1) {
+    float totals[C::kOwnedGroups * 4];
+    const int first_group = rank * C::kOwnedGroups;
+    if constexpr (C::kSplitK == 1) {
 #pragma unroll
-      for (int i = 0; i < kOwnedGroups * 4; ++i) totals[i] = accumulators[i / kAccumulators][i % kAccumulators];
+      for (int i = 0; i < C::kOwnedGroups * 4; ++i)
+        totals[i] = accumulators[i / C::kAccumulators][i % C::kAccumulators];
     } else {
       // All CTAs have finished reading their stages, so the partial sums can overwrite them.
-      cluster_sync<kSplitK>();
-      reduce_scatter_groups<kSplitK, kWarpgroups, kPixelTiles * kPixelGroups, kOwnedGroups>(
+      cluster_sync<C::kSplitK>();
+      reduce_scatter_groups<C::kSplitK, C::kWarpgroups, C::kPixelTiles * C::kPixelGroups, C::kOwnedGroups>(
           totals, &accumulators[0][0], memory, shared.begin, rank, warpgroup);
     }
 
     // A group has 4 accumulators: in warp w, 0 and 1 belong to output 16 w + g, 2 and 3 to output 16 w + g + 8.
-    const int co = (tile % co_blocks * kWgCo + wg_co) * 64;
+    const int co = (tile % co_blocks * C::kWgCo + wg_co) * 64;
     float biases[2] = {};
-    if constexpr (kHasBias) {
+    if constexpr (C::kHasBias) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
         const int output = co + warp % 4 * 16 + lane / 4 + upper * 8;
@@ -286,47 +305,60 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       }
     }
     auto finish = [&](int index) {
-      return uint32_t{from_float<X>(epilogue.activate(totals[index] + biases[index / 2 % 2])).bits};
+      return uint32_t{from_float<T>(epilogue.activate(totals[index] + biases[index / 2 % 2])).bits};
     };
-    int3 corners[kPixelTiles];
+    int3 corners[C::kPixelTiles];
 #pragma unroll
-    for (int i = 0; i < kPixelTiles; ++i) corners[i] = pixel_tile_begin(tile, wg_px * kPixelTiles + i);
+    for (int i = 0; i < C::kPixelTiles; ++i) corners[i] = pixel_tile_begin(tile, wg_px * C::kPixelTiles + i);
     const int output = co + thread % 8 * 8;
 #pragma unroll
-    for (int chunk = 0; chunk < ceil_div(kOwnedGroups * 8, kStoreRows); ++chunk) {
+    for (int chunk = 0; chunk < ceil_div(C::kOwnedGroups * 8, C::kStoreRows); ++chunk) {
       ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-      for (int rows = 0; rows < kStoreRows; rows += 16) {
-        const int values_begin = (chunk * kStoreRows + rows) / 2;
-        if (values_begin >= kOwnedGroups * 4) continue;
+      for (int rows = 0; rows < C::kStoreRows; rows += 16) {
+        const int values_begin = (chunk * C::kStoreRows + rows) / 2;
+        if (values_begin >= C::kOwnedGroups * 4) continue;
         uint32_t values[4] = {};
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
           const int index = values_begin + matrix * 2;
-          if (index < kOwnedGroups * 4) values[matrix] = finish(index) | finish(index + 1) << 16;
+          if (index < C::kOwnedGroups * 4) values[matrix] = finish(index) | finish(index + 1) << 16;
         }
-        ptx::stmatrix_x4_trans(target + rows * kStoreRowBytes, values);
+        ptx::stmatrix_x4_trans(target + rows * C::kStoreRowBytes, values);
       }
       ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-      for (int row = thread / 8; row < kStoreRows; row += 16) {
-        const int owned = chunk * kStoreRows + row;
+      for (int row = thread / 8; row < C::kStoreRows; row += 16) {
+        const int owned = chunk * C::kStoreRows + row;
         const int index = first_group * 8 + owned;
-        const int pixel = index % kPixels;
-        if (owned >= kOwnedGroups * 8 || index >= kPixelTiles * kPixels || pixel >= kTilePixels || output >= outputs)
+        const int pixel = index % C::kPixels;
+        if (owned >= C::kOwnedGroups * 8 || index >= C::kPixelTiles * C::kPixels || pixel >= C::kTilePixels ||
+            output >= outputs)
           continue;
         int3 corner = corners[0];
 #pragma unroll
-        for (int pixel_tile = 1; pixel_tile < kPixelTiles; ++pixel_tile) {
-          if (index >= pixel_tile * kPixels) corner = corners[pixel_tile];
+        for (int pixel_tile = 1; pixel_tile < C::kPixelTiles; ++pixel_tile) {
+          if (index >= pixel_tile * C::kPixels) corner = corners[pixel_tile];
         }
-        const int image = corner.x + pixel / (kTileH * kTileW);
-        const int y_row = corner.y + pixel / kTileW % kTileH;
-        const int column = corner.z + pixel % kTileW;
+        const int image = corner.x + pixel / (C::kTileH * C::kTileW);
+        const int y_row = corner.y + pixel / C::kTileW % C::kTileH;
+        const int column = corner.z + pixel % C::kTileW;
         if (image >= batch || y_row >= out_h || column >= out_w) continue;
         store<true>(y + ((static_cast<int64_t>(image) * out_h + y_row) * out_w + column) * outputs + output,
-                    *reinterpret_cast<const Vector<X, 8>*>(buffer + row * kStoreRowBytes + thread % 8 * 16));
+                    *reinterpret_cast<const Vector<T, 8>*>(buffer + row * C::kStoreRowBytes + thread % 8 * 16));
       }
     }
   }
+}
+
+using Kernel = Conv2dSm90Large<Config>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    conv2d_sm90_large(const uint8_t* weight, const BIAS* bias, X* y, const __grid_constant__ TensorMap x_map, int tiles,
+                      int co_blocks, int tiles_h, int tiles_w, int k_chunks, int batch, int outputs, int kernel_h,
+                      int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h, int pad_w,
+                      int dilation_h, int dilation_w, float low, float high) {
+  conv2d_sm90_large_tiles<Kernel>(weight, bias, y, &x_map, tiles, co_blocks, tiles_h, tiles_w, k_chunks, batch, outputs,
+                                  kernel_h, kernel_w, out_h, out_w, stride_h, stride_w, pad_h, pad_w, dilation_h,
+                                  dilation_w, low, high);
 }

@@ -23,6 +23,7 @@
 #include "dequantize/int4.cuh"
 #include "common/reduce.cuh"
 
+using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kSlices = SLICES;  // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
 constexpr int kBlockM = 64;
@@ -55,15 +56,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ Shared shared;
   const int m_begin = blockIdx.x * kBlockM;
   const int steps = ceil_div(k, kBlockK);
-  const int step_begin = static_cast<int>(static_cast<int64_t>(steps) * blockIdx.z / gridDim.z);
-  const int step_end = static_cast<int>(static_cast<int64_t>(steps) * (blockIdx.z + 1) / gridDim.z);
+  const int step_begin = slice_begin<int64_t>(steps, blockIdx.z, gridDim.z);
+  const int step_end = slice_begin<int64_t>(steps, blockIdx.z + 1, gridDim.z);
 
   // Thread i loads column i % 16 of rows i / 16, i / 16 + 16, ... of x, and word i % 8 of row i / 8 of the weight.
   const int x_k = threadIdx.x % kBlockK;
   const int x_m = threadIdx.x / kBlockK;
   const int w_k = threadIdx.x / (kBlockN / 8);
   const int w_local = threadIdx.x % (kBlockN / 8) * 8;
-  const int w_column = weight_column<kBlockN>(blockIdx.y, w_local, n);
+  const int w_column = weight_column<Options, kBlockN>(blockIdx.y, w_local, n);
   const bool has_word = threadIdx.x < kWordThreads && w_column < n;
 
   float x_values[kXValues];
@@ -135,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (!reduce_split_k<kThreadM * kThreadN, kThreads>(accumulators, partials, counters, tile, blockIdx.z, gridDim.z))
     return;
 
-  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
-  if constexpr (kGated) {
+  const Epilogue<X, Options> epilogue{bias, residual, low, high, n, ldr};
+  if constexpr (Options::kGated) {
 #pragma unroll
     for (int i = 0; i < kThreadM * kThreadN; ++i) {
       shared.tile[m_local + i / kThreadN][n_local + i % kThreadN] = accumulators[i];
@@ -148,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kThreadM * kThreadN; ++i) {
     const int row = m_begin + m_local + i / kThreadN;
     const int local = n_local + i % kThreadN;
-    const int column = weight_column<kBlockN>(blockIdx.y, local, n);
+    const int column = weight_column<Options, kBlockN>(blockIdx.y, local, n);
     if (row >= m || column >= n) continue;
     X& target = y[static_cast<int64_t>(row) * ldy + column];
-    if constexpr (kGated) {
+    if constexpr (Options::kGated) {
       const float up = shared.tile[m_local + i / kThreadN][local + kBlockN / 2];
       target = epilogue.finish_gated(accumulators[i], up, row, column);
     } else {

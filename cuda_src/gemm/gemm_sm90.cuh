@@ -35,29 +35,36 @@
 // CTAs with the same rows share x, so each of eight adjacent CTAs prefetches one eighth of x. With a residual stream no
 // prefetch is needed: the preceding kernel has just written x, which is still in L2.
 constexpr int kXParts = 8;
-constexpr bool kPrefetchesX = !kAddsToStream && !kRmsNormsX;
+template <class C>
+constexpr bool kPrefetchesX = !C::kAddsToStream && !C::kRmsNormsX;
 
 // Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call this function from different branches.
-__device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
+template <class C>
+__device__ __forceinline__ void sync_cta() {
+  ptx::barrier_sync(0, C::kThreads);
+}
 
 // Waits until the barriers of all CTAs of the cluster are initialized.
+template <class C>
 __device__ __forceinline__ void sync_setup() {
-  if constexpr (kSplitK == 1) {
-    sync_cta();
+  if constexpr (C::kSplitK == 1) {
+    sync_cta<C>();
   } else {
-    cluster_sync_after_init<kSplitK>();
+    cluster_sync_after_init<C::kSplitK>();
   }
 }
 
 // Lets the next kernel start, unless it starts late.
+template <class C>
 __device__ __forceinline__ void start_next() {
-  if constexpr (!kStartsNextLate) ptx::griddepcontrol_launch_dependents();
+  if constexpr (!C::kStartsNextLate) ptx::griddepcontrol_launch_dependents();
 }
 
 // Waits for the preceding kernel, then lets the next kernel start if it starts late.
+template <class C>
 __device__ __forceinline__ void wait_for_x() {
   ptx::griddepcontrol_wait();
-  if constexpr (kStartsNextLate) ptx::griddepcontrol_launch_dependents();
+  if constexpr (C::kStartsNextLate) ptx::griddepcontrol_launch_dependents();
 }
 
 // The role of the producer warp.
@@ -68,83 +75,84 @@ __device__ __forceinline__ void wait_for_x() {
 //   end        all lanes prefetch this CTA's share of the next weight into L2.
 // With kWindow < kStages, the warp waits until the copies of iteration i - kWindow have landed before it issues the
 // copies of iteration i. The wait cannot miss a phase, because only this warp starts the next phase of a stage.
-__device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& args) {
+template <class C>
+__device__ __forceinline__ void produce(const Tile<C>& tile, const GemmArguments<C>& args) {
   const bool is_leader = ptx::elect();
-  const SharedStorage& shared = tile.shared;
+  const typename C::SharedStorage& shared = tile.shared;
   const auto pipeline = shared.pipeline();
   // In a gated tile, the first half of the weight tiles belongs to the gate projection, the second half to the up
   // projection.
-  constexpr int kAdjacent = kGated ? kWeightTiles / 2 : kWeightTiles;
-  const TileColumns columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
+  constexpr int kAdjacent = C::kGated ? C::kWeightTiles / 2 : C::kWeightTiles;
+  const TileColumns<C> columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
   auto expect = [&](int iteration, int stage_idx) {
     ptx::mbarrier_arrive_expect_tx(pipeline.full_barrier(stage_idx),
-                                   kWeightTiles * tile.k_tiles(iteration) * kWeightTileBytes + kXStageBytes);
+                                   C::kWeightTiles * tile.k_tiles(iteration) * C::kWeightTileBytes + C::kXStageBytes);
   };
   auto copy_tile_column = [&](int i, int iteration, int stage_idx) {
     const int column = i < kAdjacent ? i : args.n / 2 / kWeightTileN + i - kAdjacent;
-    ptx::cp_async_bulk(shared.weight(stage_idx) + i * kKTiles * kWeightTileBytes,
-                       columns.tile(column, iteration * kKTiles), tile.k_tiles(iteration) * kWeightTileBytes,
+    ptx::cp_async_bulk(shared.weight(stage_idx) + i * C::kKTiles * C::kWeightTileBytes,
+                       columns.tile(column, iteration * C::kKTiles), tile.k_tiles(iteration) * C::kWeightTileBytes,
                        pipeline.full_barrier(stage_idx));
   };
   auto copy_weight = [&](int iteration, int stage_idx) {
 #pragma unroll
-    for (int i = 0; i < kWeightTiles; ++i) copy_tile_column(i, iteration, stage_idx);
+    for (int i = 0; i < C::kWeightTiles; ++i) copy_tile_column(i, iteration, stage_idx);
   };
   auto copy_x = [&](int iteration, int stage_idx) {
-    if constexpr (kXStageBytes != 0) {
+    if constexpr (C::kXStageBytes != 0) {
       ptx::cp_async_bulk_tensor_3d(shared.x(stage_idx), args.x_map, 0, tile.m_begin,
-                                   (tile.k_tile_begin + iteration * kKTiles) * 2, pipeline.full_barrier(stage_idx));
+                                   (tile.k_tile_begin + iteration * C::kKTiles) * 2, pipeline.full_barrier(stage_idx));
     }
   };
 
   const int prologue = tile.prologue_iterations();
   if (is_leader) {
-    if constexpr (kXStageBytes != 0) ptx::prefetch_tensormap(args.x_map);
-    pipeline.init(1, kConsumerWarps);
-    if constexpr (kSplitK > 1) shared.received_barrier().init();
+    if constexpr (C::kXStageBytes != 0) ptx::prefetch_tensormap(args.x_map);
+    pipeline.init(1, C::kConsumerWarps);
+    if constexpr (C::kSplitK > 1) shared.received_barrier().init();
     ptx::fence_mbarrier_init();
-    if constexpr (kSplitK > 1) {
-      shared.received_barrier().expect((kSplitK - 1) * Tile::owned_rows(tile.split) * kBlockN * 4);
+    if constexpr (C::kSplitK > 1) {
+      shared.received_barrier().expect((C::kSplitK - 1) * Tile<C>::owned_rows(tile.split) * C::kBlockN * 4);
     }
     for (int i = 0; i < prologue; ++i) {
       expect(i, i);
-      if (!kPrefetchWeights && i < tile.stages_ahead()) copy_weight(i, i);
+      if (!C::kPrefetchWeights && i < tile.stages_ahead()) copy_weight(i, i);
     }
   }
   __syncwarp();
   // All 32 lanes issue these copies, although a single lane would issue them four times faster: faster copies slow down
   // the preceding kernel, which is still running, and increase the total time by 12% at K = N = 4096, M = 8 on an H100.
-  if constexpr (kPrefetchWeights) {
-    const int first = kWindow < kStages ? min(kWindow, prologue) : prologue;
-    for (int i = threadIdx.x % 32; i < first * kWeightTiles; i += 32) {
-      copy_tile_column(i % kWeightTiles, i / kWeightTiles, i / kWeightTiles);
+  if constexpr (C::kPrefetchWeights) {
+    const int first = C::kWindow < C::kStages ? min(C::kWindow, prologue) : prologue;
+    for (int i = threadIdx.x % 32; i < first * C::kWeightTiles; i += 32) {
+      copy_tile_column(i % C::kWeightTiles, i / C::kWeightTiles, i / C::kWeightTiles);
     }
   }
-  sync_setup();
-  start_next();
-  if constexpr (kXStageBytes != 0) {
-    wait_for_x();
+  sync_setup<C>();
+  start_next<C>();
+  if constexpr (C::kXStageBytes != 0) {
+    wait_for_x<C>();
     if (is_leader) {
       for (int i = 0; i < prologue; ++i) {
-        if (!kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);
+        if (!C::kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);
         copy_x(i, i);
       }
     }
   }
-  auto landed = PipelineState<kStages>::consumer();  // the oldest stage whose copies may be in flight
-  if constexpr (kWindow < kStages) {
-    for (int i = kWindow; i < prologue; ++i) {
+  auto landed = PipelineState<C::kStages>::consumer();  // the oldest stage whose copies may be in flight
+  if constexpr (C::kWindow < C::kStages) {
+    for (int i = C::kWindow; i < prologue; ++i) {
       pipeline.consumer_wait(landed);
       landed.advance_by(1);
-      if (threadIdx.x % 32 < kWeightTiles) copy_tile_column(threadIdx.x % 32, i, i);
+      if (threadIdx.x % 32 < C::kWeightTiles) copy_tile_column(threadIdx.x % 32, i, i);
     }
     __syncwarp();
   }
   // The prologue has filled each stage once without waiting, so the state starts one pass over the ring later.
-  auto state = PipelineState<kStages>::producer();
-  state.advance_by(kStages);
+  auto state = PipelineState<C::kStages>::producer();
+  state.advance_by(C::kStages);
   for (int i = prologue; i < tile.iterations(); ++i) {
-    if constexpr (kWindow < kStages) {
+    if constexpr (C::kWindow < C::kStages) {
       pipeline.consumer_wait(landed);
       landed.advance_by(1);
     }
@@ -157,67 +165,70 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     state.advance_by(1);
   }
   __syncwarp();
-  if constexpr (kAddsToStream) args.next_weight.prefetch(blockIdx.x);
+  if constexpr (C::kAddsToStream) args.next_weight.prefetch(blockIdx.x);
 }
 
 // Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls this function with its index `warp`.
-template <int WARPS>
-__device__ __forceinline__ void make_factors(const Tile& tile, const GemmArguments& args, uint8_t* memory, int warp) {
+template <int WARPS, class C>
+__device__ __forceinline__ void make_factors(const Tile<C>& tile, const GemmArguments<C>& args, uint8_t* memory,
+                                             int warp) {
   ptx::griddepcontrol_wait();
-  args.stream.make_factors<kOwnedRows, WARPS>(reinterpret_cast<float*>(memory + SharedStorage::Factors::kBegin), warp,
-                                              tile.m_begin + tile.split * kOwnedRows, args.m, args.k,
-                                              tile.n_block == 0);
+  args.stream.template make_factors<C::kOwnedRows, WARPS>(
+      reinterpret_cast<float*>(memory + C::SharedStorage::Factors::kBegin), warp,
+      tile.m_begin + tile.split * C::kOwnedRows, args.m, args.k, tile.n_block == 0);
 }
 
 // Runs all of the kernel but the math, which the caller passes as functions: `prefetch_x(tile)` prefetches this CTA's
 // share of x into L2, `accumulate(tile)` is the main loop of a consumer, and `store_all(accumulators)` stores the
 // consumer's accumulators to shared memory. With LOADS_STREAM_EARLY, a thread loads the operands of its first residual
 // add before the main loop, which keeps 17 registers occupied.
-template <bool LOADS_STREAM_EARLY, class PrefetchX, class Accumulate, class StoreAll>
-__device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX prefetch_x, Accumulate accumulate,
+template <class C, bool LOADS_STREAM_EARLY, class PrefetchX, class Accumulate, class StoreAll>
+__device__ __forceinline__ void run_tile(const GemmArguments<C>& args, PrefetchX prefetch_x, Accumulate accumulate,
                                          StoreAll store_all) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Tile tile = make_tile(memory, args.m, args.k);
+  const Tile<C> tile = make_tile<C>(memory, args.m, args.k);
   const int warp = uniform_warp();
   // With setmaxnreg, each warp role must be one branch that lasts to the end of the kernel.
-  if (warp < kProducerWarp) {
-    if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    if constexpr (kPrefetchesX) prefetch_x(tile);
-    sync_setup();
-    start_next();
+  if (warp < C::kProducerWarp) {
+    if constexpr (C::kConsumerRegisters != 0) ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+    if constexpr (kPrefetchesX<C>) prefetch_x(tile);
+    sync_setup<C>();
+    start_next<C>();
     float* accumulators = reinterpret_cast<float*>(memory);
-    const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
+    const OutputVector<C> first(tile, threadIdx.x, args.m,
+                                args.n);  // this thread's first vector of the residual stream
     // The residual stream is no longer in L2: weights that were read later have evicted the stream.
-    if (kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
-    if constexpr (kRmsNormsX && !kHasFactorWarp) make_factors<kProducerWarp>(tile, args, memory, warp);
-    ResidualStream::Part part = {};
+    if (C::kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
+    if constexpr (C::kRmsNormsX && !C::kHasFactorWarp) make_factors<C::kProducerWarp>(tile, args, memory, warp);
+    typename ResidualStream<C::kOrdersY>::Part part = {};
     auto load_part = [&]() {
       ptx::griddepcontrol_wait();
       // After the main loop, recompute the position of the vector: keeping it would occupy registers.
-      const OutputVector at = LOADS_STREAM_EARLY ? first : OutputVector(tile, ptx::opaque(threadIdx.x), args.m, args.n);
+      const OutputVector<C> at =
+          LOADS_STREAM_EARLY ? first : OutputVector<C>(tile, ptx::opaque(threadIdx.x), args.m, args.n);
       if (at.is_valid) part = args.stream.part(at.row, at.column, args.n);
     };
-    if constexpr (kAddsToStream && LOADS_STREAM_EARLY) load_part();
+    if constexpr (C::kAddsToStream && LOADS_STREAM_EARLY) load_part();
     accumulate(tile);
-    if constexpr (kAddsToStream && !LOADS_STREAM_EARLY) load_part();
-    sync_cta();  // All stages have been read, so the accumulators can overwrite them.
+    if constexpr (C::kAddsToStream && !LOADS_STREAM_EARLY) load_part();
+    sync_cta<C>();  // All stages have been read, so the accumulators can overwrite them.
     store_all(accumulators);
-    sync_cta();
-    if constexpr (kSplitK > 1) write_partial_sums(tile, accumulators);
-    if constexpr (kHasResidual) ptx::griddepcontrol_wait();
+    sync_cta<C>();
+    if constexpr (C::kSplitK > 1) write_partial_sums(tile, accumulators);
+    if constexpr (C::kHasResidual) ptx::griddepcontrol_wait();
     store_tile(tile, memory, args, part);
     // Do not exit while other CTAs write to this CTA's shared memory.
-    if constexpr (kSplitK > 1) tile.shared.received_barrier().wait_for_all();
+    if constexpr (C::kSplitK > 1) tile.shared.received_barrier().wait_for_all();
   } else {
-    if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == kProducerWarp) {
+    if constexpr (C::kConsumerRegisters != 0) ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    if (warp == C::kProducerWarp) {
       produce(tile, args);
     } else {
-      sync_setup();
-      start_next();
-      if (kHasFactorWarp && warp == kProducerWarp + 1) make_factors<1>(tile, args, memory, 0);
+      sync_setup<C>();
+      start_next<C>();
+      if (C::kHasFactorWarp && warp == C::kProducerWarp + 1) make_factors<1>(tile, args, memory, 0);
     }
-    sync_cta();
-    sync_cta();
+    sync_cta<C>();
+    sync_cta<C>();
   }
 }

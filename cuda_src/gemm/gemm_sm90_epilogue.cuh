@@ -14,90 +14,95 @@
 
 // Stores this lane's four accumulators c (ptx/mma.cuh) of a block of 8 rows and 16 columns, which starts at `row` and
 // `column`, to the consumer's accumulators in shared memory.
+template <class C>
 __device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row, int column,
                                                    const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
-  const int index = ConsumerBlocks::index(row + lane % 4 * 2, column + lane / 4);
-  store<true>(accumulators + consumer * kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
+  const int index = C::ConsumerBlocks::index(row + lane % 4 * 2, column + lane / 4);
+  store<true>(accumulators + consumer * C::kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
 }
 
 // Writes this CTA's partial sums to the CTAs that own the rows; a float4 holds two rows and two columns.
-__device__ __forceinline__ void write_partial_sums(const Tile& tile, const float* accumulators) {
-  constexpr uint32_t kUnits = kOwnedRows / 2 * (kBlockN / 2);
-  constexpr uint32_t kAll = (kSplitK - 1) * kUnits;
-  constexpr uint32_t kPairs = ReceivedBlocks::kRowPairs;
+template <class C>
+__device__ __forceinline__ void write_partial_sums(const Tile<C>& tile, const float* accumulators) {
+  constexpr uint32_t kUnits = C::kOwnedRows / 2 * (C::kBlockN / 2);
+  constexpr uint32_t kAll = (C::kSplitK - 1) * kUnits;
+  constexpr uint32_t kPairs = C::ReceivedBlocks::kRowPairs;
 #pragma unroll 4
-  for (uint32_t begin = 0; begin < kAll; begin += kConsumerThreads) {
+  for (uint32_t begin = 0; begin < kAll; begin += C::kConsumerThreads) {
     const uint32_t index = begin + threadIdx.x;
-    if (kAll % kConsumerThreads != 0 && index >= kAll) break;
-    const uint32_t owner = (tile.split + 1 + index / kUnits) % kSplitK;
+    if (kAll % C::kConsumerThreads != 0 && index >= kAll) break;
+    const uint32_t owner = (tile.split + 1 + index / kUnits) % C::kSplitK;
     const uint32_t unit = index % kUnits;
-    const uint32_t row = unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * (2 * kPairs);
-    if (!kOwnsEvenly && owner * kOwnedRows + row >= kBlockM) continue;
-    const uint32_t column = unit / kPairs % 8 + unit / (kPairs * 8) % (kBlockN / 16) * 16;
-    const float* source = accumulators + ConsumerBlocks::index(owner * kOwnedRows + row, column);
+    const uint32_t row = unit % kPairs * 2 + unit / (kPairs * (C::kBlockN / 2)) * (2 * kPairs);
+    if (!C::kOwnsEvenly && owner * C::kOwnedRows + row >= C::kBlockM) continue;
+    const uint32_t column = unit / kPairs % 8 + unit / (kPairs * 8) % (C::kBlockN / 16) * 16;
+    const float* source = accumulators + C::ConsumerBlocks::index(owner * C::kOwnedRows + row, column);
     float total[4] = {};
 #pragma unroll
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
       Vector<float, 4> values;
-      load<true>(values, source + consumer * kConsumerFloats);
+      load<true>(values, source + consumer * C::kConsumerFloats);
 #pragma unroll
       for (int i = 0; i < 4; ++i) total[i] += values.values[i];
     }
     const uint32_t slot = tile.split < owner ? tile.split : tile.split - 1;
-    const uint32_t target = tile.shared.begin + SharedStorage::Received::kBegin +
-                            (slot * kReceivedFloats + ReceivedBlocks::index(row, column)) * 4;
+    const uint32_t target = tile.shared.begin + C::SharedStorage::Received::kBegin +
+                            (slot * C::kReceivedFloats + C::ReceivedBlocks::index(row, column)) * 4;
     tile.shared.received_barrier().write(owner, target, total);
   }
 }
 
-constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
-
 // The position of a vector of 8 columns of y; `index` numbers the vectors of the rows that this CTA owns, row by row.
+template <class C>
 struct OutputVector {
   uint32_t local_row, local_column;  // row among the owned rows; column in the tile
   int row, column;
   bool is_valid;
 
-  __device__ __forceinline__ OutputVector(const Tile& tile, uint32_t index, int m, int n_out) {
-    local_row = index / (kStoreN / 8);
-    local_column = index % (kStoreN / 8) * 8;
-    row = tile.m_begin + tile.split * kOwnedRows + local_row;
-    column = tile.n_block * kStoreN + local_column;
-    is_valid = index < kOwnedRows * (kStoreN / 8) && row >= tile.store_begin && row < m && column < n_out;
-    if (!kOwnsEvenly) is_valid = is_valid && tile.split * kOwnedRows + local_row < kBlockM;
+  __device__ __forceinline__ OutputVector(const Tile<C>& tile, uint32_t index, int m, int n_out) {
+    local_row = index / (C::kStoreN / 8);
+    local_column = index % (C::kStoreN / 8) * 8;
+    row = tile.m_begin + tile.split * C::kOwnedRows + local_row;
+    column = tile.n_block * C::kStoreN + local_column;
+    is_valid = index < C::kOwnedRows * (C::kStoreN / 8) && row >= tile.store_begin && row < m && column < n_out;
+    if (!C::kOwnsEvenly) is_valid = is_valid && tile.split * C::kOwnedRows + local_row < C::kBlockM;
   }
 };
 
 // The kernel arguments that gemm_sm90 and gemm_sm90_mma* have in common.
+template <class C>
 struct GemmArguments {
   const uint8_t* weight;
-  const BIAS* bias;
-  const X* residual;
-  X* y;
+  const typename C::Bias* bias;
+  const typename C::T* residual;
+  typename C::T* y;
   const TensorMap* x_map;  // null: the consumers copy x
   int m, n, k, ldr, ldy;
   float low, high;
-  ResidualStream stream;
+  ResidualStream<C::kOrdersY> stream;
   NextWeight next_weight;
 };
 
 // Stores the rows that this CTA owns. `part` holds the residual stream's operands for the thread's first output vector.
-__device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* memory, const GemmArguments& args,
-                                           ResidualStream::Part part) {
-  const Epilogue<X> epilogue{args.bias, args.residual, args.low, args.high, args.n, args.ldr};
+template <class C>
+__device__ __forceinline__ void store_tile(const Tile<C>& tile, const uint8_t* memory, const GemmArguments<C>& args,
+                                           typename ResidualStream<C::kOrdersY>::Part part) {
+  using T = typename C::T;
+  const Epilogue<T, C> epilogue{args.bias, args.residual, args.low, args.high, args.n, args.ldr};
   const float* accumulators = reinterpret_cast<const float*>(memory);
-  const float* received = reinterpret_cast<const float*>(memory + SharedStorage::Received::kBegin);
-  const float* factors = reinterpret_cast<const float*>(memory + SharedStorage::Factors::kBegin);
+  const float* received = reinterpret_cast<const float*>(memory + C::SharedStorage::Received::kBegin);
+  const float* factors = reinterpret_cast<const float*>(memory + C::SharedStorage::Factors::kBegin);
   auto add_up = [&](float (&out)[8], uint32_t row, uint32_t column) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[i] = 0.0f;
 #pragma unroll
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      ConsumerBlocks::add(out, accumulators + consumer * kConsumerFloats, tile.split * kOwnedRows + row, column);
+    for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+      C::ConsumerBlocks::add(out, accumulators + consumer * C::kConsumerFloats, tile.split * C::kOwnedRows + row,
+                             column);
     }
-    if constexpr (kSplitK > 1) tile.shared.received_barrier().wait_for_all();
-    if constexpr (kRankOrder) {
+    if constexpr (C::kSplitK > 1) tile.shared.received_barrier().wait_for_all();
+    if constexpr (C::kRankOrder) {
       float mine[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -105,61 +110,61 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* memo
         out[i] = 0.0f;
       }
 #pragma unroll
-      for (int rank = 0; rank < kSplitK; ++rank) {
+      for (int rank = 0; rank < C::kSplitK; ++rank) {
         if (rank == tile.split) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) out[i] += mine[i];
         } else {
           const int other = rank < tile.split ? rank : rank - 1;
-          ReceivedBlocks::add(out, received + other * kReceivedFloats, row, column);
+          C::ReceivedBlocks::add(out, received + other * C::kReceivedFloats, row, column);
         }
       }
     } else {
 #pragma unroll
-      for (int other = 0; other < kSplitK - 1; ++other) {
-        ReceivedBlocks::add(out, received + other * kReceivedFloats, row, column);
+      for (int other = 0; other < C::kSplitK - 1; ++other) {
+        C::ReceivedBlocks::add(out, received + other * C::kReceivedFloats, row, column);
       }
     }
-    if constexpr (kRmsNormsX) {
+    if constexpr (C::kRmsNormsX) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) out[i] *= factors[row];
     }
   };
-  const int n_out = kGated ? args.n / 2 : args.n;
-  for (uint32_t index = threadIdx.x; index < kOwnedRows * (kStoreN / 8); index += kConsumerThreads) {
-    const OutputVector at(tile, index, args.m, n_out);
+  const int n_out = C::kGated ? args.n / 2 : args.n;
+  for (uint32_t index = threadIdx.x; index < C::kOwnedRows * (C::kStoreN / 8); index += C::kConsumerThreads) {
+    const OutputVector<C> at(tile, index, args.m, n_out);
     float square_sum = 0.0f;
     if (at.is_valid) {
-      const Vector<X, 8> residual = epilogue.residuals<kAligned>(at.row, at.column);
+      const Vector<T, 8> residual = epilogue.template residuals<C::kAligned>(at.row, at.column);
       float total[8];
       add_up(total, at.local_row, at.local_column);
-      if constexpr (kGated) {
+      if constexpr (C::kGated) {
         float up[8];
-        add_up(up, at.local_row, at.local_column + kStoreN);
+        add_up(up, at.local_row, at.local_column + C::kStoreN);
 #pragma unroll
         for (int i = 0; i < 8; ++i) total[i] = epilogue.product(total[i], up[i], at.column + i);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) total[i] = epilogue.activate(epilogue.biased(total[i], at.column + i));
       }
-      if constexpr (kAddsToStream) {
+      if constexpr (C::kAddsToStream) {
         if (index != threadIdx.x) part = args.stream.part(at.row, at.column, args.n);
         square_sum = args.stream.add(total, part, at.row, at.column, args.n);
       }
-      Vector<X, 8> out;
+      Vector<T, 8> out;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if constexpr (kHasResidual) total[i] += to_float(residual.values[i]);
-        out.values[i] = from_float<X>(total[i]);
+        if constexpr (C::kHasResidual) total[i] += to_float(residual.values[i]);
+        out.values[i] = from_float<T>(total[i]);
       }
-      X* y_row = args.y + static_cast<int64_t>(at.row) * args.ldy;
-      if constexpr (kOrdersY) {
+      T* y_row = args.y + static_cast<int64_t>(at.row) * args.ldy;
+      if constexpr (C::kOrdersY) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) y_row[part.positions.values[i]] = out.values[i];
       } else {
-        store<kAligned>(y_row + at.column, out);
+        store<C::kAligned>(y_row + at.column, out);
       }
     }
-    if constexpr (kAddsToStream) args.stream.store_square_sum(square_sum, at.is_valid, at.row, at.column, args.n);
+    if constexpr (C::kAddsToStream) args.stream.store_square_sum(square_sum, at.is_valid, at.row, at.column, args.n);
   }
 }

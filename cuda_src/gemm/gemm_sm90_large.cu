@@ -36,94 +36,113 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_large needs sm_90a");
 
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
+                RepackedLayout<SCALE, Zeros::ZEROS, GROUPS> {
+  using T = X;  // type of x, the residual and y
+  static constexpr bool kAligned = ALIGNED;
+  static constexpr int kBlockM = BLOCK_M;
+  static constexpr int kStages = STAGES;
+  static constexpr int kCluster = CLUSTER;
+  static constexpr bool kStreamK = STREAM_K;      // whether clusters share units (tile_scheduler.cuh)
+  static constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
+  static constexpr int kM64Tiles = M64_TILES;     // number of m64 tiles (64 columns of y each) per warpgroup
+  static constexpr int kStoreRows = STORE_ROWS;   // number of rows of y per store buffer
+  static constexpr int kSharedBytes = SHARED_BYTES;
+};
+using Kernel = GemmSm90Large<Config>;
+
 // The role of the producer warp, of which one lane issues all copies.
-__device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& scheduler, const uint8_t* weight,
-                                        const TensorMap* x_map, const float* partials, uint32_t* counters, int m, int n,
-                                        int k) {
+template <class C>
+__device__ __forceinline__ void produce(const typename C::SharedStorage& shared, typename C::Scheduler& scheduler,
+                                        const uint8_t* weight, const TensorMap* x_map, const float* partials,
+                                        uint32_t* counters, int m, int n, int k) {
   const bool is_leader = ptx::elect();
-  const int rank = cluster_rank<kCluster>();
+  const int rank = cluster_rank<C::kCluster>();
   const auto pipeline = shared.pipeline();
   if (is_leader) ptx::prefetch_tensormap(x_map);
   ptx::griddepcontrol_wait();
-  auto state = PipelineState<kStages>::producer();
+  auto state = PipelineState<C::kStages>::producer();
   while (scheduler.advance()) {
-    const TileCoordinates tile = scheduler.tile();
-    const int row_begin = tile_row_begin<kBlockM>(tile.m_block, m);
-    const TileColumns columns(weight, tile.n_block * (kGated ? kWeightTiles / 2 : kWeightTiles), 0, n, k);
+    const TileCoordinates tile = scheduler.tile(rank);
+    const int row_begin = tile_row_begin<C::kBlockM>(tile.m_block, m);
+    const TileColumns<C> columns(weight, tile.n_block * (C::kGated ? C::kWeightTiles / 2 : C::kWeightTiles), 0, n, k);
     for (int k_tile = scheduler.k_tile_begin; k_tile < scheduler.k_tile_end; ++k_tile) {
       pipeline.producer_acquire(state);
       if (is_leader) {
         const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
-        ptx::mbarrier_arrive_expect_tx(full_barrier, kXStageBytes + kWeightStageBytes);
+        ptx::mbarrier_arrive_expect_tx(full_barrier, C::kXStageBytes + C::kWeightStageBytes);
 #pragma unroll
-        for (int i = 0; i < kWeightTiles; ++i) {
+        for (int i = 0; i < C::kWeightTiles; ++i) {
           // In a gated problem, a warpgroup computes 64 columns of the gate and the matching 64 of the up projection.
-          const int column = kGated ? i / 2 % 2 * (n / 2 / kWeightTileN) + i / 4 * 2 + i % 2 : i;
-          ptx::cp_async_bulk(shared.weight(state.stage_idx) + i * kWeightTileBytes, columns.tile(column, k_tile),
-                             kWeightTileBytes, full_barrier);
+          const int column = C::kGated ? i / 2 % 2 * (n / 2 / kWeightTileN) + i / 4 * 2 + i % 2 : i;
+          ptx::cp_async_bulk(shared.weight(state.stage_idx) + i * C::kWeightTileBytes, columns.tile(column, k_tile),
+                             C::kWeightTileBytes, full_barrier);
         }
-        tma_multicast_3d<kCluster>(shared.x(state.stage_idx) + rank * kXHalfBytes, x_map, 0, row_begin,
-                                   k_tile * 2 + rank, full_barrier);
+        tma_multicast_3d<C::kCluster>(shared.x(state.stage_idx) + rank * C::kXHalfBytes, x_map, 0, row_begin,
+                                      k_tile * 2 + rank, full_barrier);
       }
       state.advance();
     }
-    if constexpr (kRingReduction) {
-      if (scheduler.adds_partial_sums()) copy_partial_sums(shared, scheduler, state, partials, counters, is_leader);
+    if constexpr (C::kRingReduction) {
+      if (scheduler.adds_partial_sums()) copy_partial_sums<C>(shared, scheduler, state, partials, counters, is_leader);
     }
   }
   __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm_sm90_large(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, float* partials,
-                    uint32_t* counters, const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
-                    int stream_k_units, int stream_k_clusters, float low, float high, float scale_factor,
-                    float result_factor) {
+// The arguments are those of the kernel.
+template <class C>
+__device__ __forceinline__ void gemm_sm90_large_units(const uint8_t* weight, const typename C::Bias* bias,
+                                                      const typename C::T* residual, typename C::T* y, float* partials,
+                                                      uint32_t* counters, const TensorMap* x_map, int m, int n, int k,
+                                                      int ldr, int ldy, int stream_k_units, int stream_k_clusters,
+                                                      float low, float high, float scale_factor, float result_factor) {
+  using T = typename C::T;
   extern __shared__ __align__(1024) uint8_t memory[];
-  const SharedStorage shared{ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)))};
+  const typename C::SharedStorage shared{ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)))};
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  if (warp == kConsumerWarps && ptx::elect()) {
-    pipeline.init(1, kConsumerWarps * kCluster);
+  if (warp == C::kConsumerWarps && ptx::elect()) {
+    pipeline.init(1, C::kConsumerWarps * C::kCluster);
     ptx::fence_mbarrier_init();
   }
-  cluster_sync_after_init<kCluster>();
+  cluster_sync_after_init<C::kCluster>();
   ptx::griddepcontrol_launch_dependents();
   // Each warp role constructs its own scheduler after setmaxnreg: one scheduler before setmaxnreg would spill
   // registers.
   auto make_scheduler = [&] {
-    return Scheduler(ceil_div(m, kBlockM), ceil_div(n, kBlockN * kCluster), ceil_div(k, kWeightTileK), stream_k_units,
-                     stream_k_clusters);
+    return typename C::Scheduler(ceil_div(m, C::kBlockM), ceil_div(n, C::kBlockN * C::kCluster),
+                                 ceil_div(k, kWeightTileK), stream_k_units, stream_k_clusters);
   };
-  if (warp < kConsumerWarps) {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
+  if (warp < C::kConsumerWarps) {
+    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warpgroup = warp / 4;
-    Scheduler scheduler = make_scheduler();
-    const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
-    if constexpr (kHasResidual) ptx::griddepcontrol_wait();
+    typename C::Scheduler scheduler = make_scheduler();
+    const Epilogue<T, C> epilogue{bias, residual, low, high, n, ldr};
+    if constexpr (C::kHasResidual) ptx::griddepcontrol_wait();
 
     // A slice is 64 columns x 64 k: slice b of a stage is m64 tile b / 2 and half b % 2 of the 128 k. A slice has
     // kSliceGroups groups, or shares a group with the other half.
-    constexpr int kSlices = 2 * kM64Tiles;
-    constexpr int kSliceGroups = kGroups > 1 ? kGroups / 2 : 1;
-    const typename ScaledCodes<X>::Factor factor(scale_factor);
+    constexpr int kSlices = 2 * C::kM64Tiles;
+    constexpr int kSliceGroups = C::kGroups > 1 ? C::kGroups / 2 : 1;
+    const typename ScaledCodes<T, C>::Factor factor(scale_factor);
     // The shared addresses of this lane's codes, scales and zero points in stage 0.
-    const uint32_t weight_tile = shared.weight(0) + (warpgroup * kM64Tiles * 2 + warp % 4 / 2) * kWeightTileBytes;
+    const uint32_t weight_tile = shared.weight(0) + (warpgroup * C::kM64Tiles * 2 + warp % 4 / 2) * C::kWeightTileBytes;
     const uint32_t my_codes = ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16);
-    const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + warp % 2 * kHalfGroupBytes + lane / 4 * 4);
+    const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + warp % 2 * C::kHalfGroupBytes + lane / 4 * 4);
     const uint32_t my_zeros = ptx::opaque(my_scales + 32 - lane / 4 * 2);
-    const uint32_t my_empty_barriers = pipeline.cluster_empty_barriers<kCluster>(lane);
+    const uint32_t my_empty_barriers = pipeline.template cluster_empty_barriers<C::kCluster>(lane);
     Vector<uint32_t, 4> words;
-    ScaledCodes<X> codes[kSliceGroups];
+    ScaledCodes<T, C> codes[kSliceGroups];
     auto load_slice = [&](int stage_idx, int b) {
-      const uint32_t offset = uniform(stage_idx * kWeightStageBytes) + b / 2 * 2 * kWeightTileBytes;
+      const uint32_t offset = uniform(stage_idx * C::kWeightStageBytes) + b / 2 * 2 * C::kWeightTileBytes;
       ptx::ld_shared(words.values, my_codes + offset + b % 2 * 1024);
-      if (kGroups > 1 || b % 2 == 0) {
+      if (C::kGroups > 1 || b % 2 == 0) {
 #pragma unroll
         for (int i = 0; i < kSliceGroups; ++i) {
-          const int group = kGroups > 1 ? b % 2 * kSliceGroups + i : 0;
-          codes[i] = ScaledCodes<X>(Group::load_shared(my_scales + offset, my_zeros + offset, group), factor);
+          const int group = C::kGroups > 1 ? b % 2 * kSliceGroups + i : 0;
+          codes[i] = ScaledCodes<T, C>(Group<C>::load_shared(my_scales + offset, my_zeros + offset, group), factor);
         }
       }
     };
@@ -132,10 +151,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int k16 = 0; k16 < 4; ++k16) codes[k16 * kSliceGroups / 4].convert(a[k16], words.values[k16]);
     };
 
-    auto state = PipelineState<kStages>::consumer();
+    auto state = PipelineState<C::kStages>::consumer();
     while (scheduler.advance()) {
-      if constexpr (kHasResidual) prefetch_residual(epilogue, scheduler.tile(), warpgroup, m, n);
-      Accumulators accumulators = {};
+      if constexpr (C::kHasResidual)
+        prefetch_residual<C>(epilogue, scheduler.tile(cluster_rank<C::kCluster>()), warpgroup, m, n);
+      typename C::Accumulators accumulators = {};
       uint32_t a[2][4][4];
       uint32_t preceding = 0;  // shared address of the preceding stage's empty barrier; 0 in the first k tile
       pipeline.consumer_wait(state);
@@ -151,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ptx::wgmma_fence();
 #pragma unroll
           for (int k16 = 0; k16 < 4; ++k16) {
-            wgmma<X, true>(accumulators[b / 2], a[b % 2][k16], x + b % 2 * (kXHalfBytes / 16) + k16 * 2);
+            wgmma<T, true>(accumulators[b / 2], a[b % 2][k16], x + b % 2 * (C::kXHalfBytes / 16) + k16 * 2);
           }
           ptx::wgmma_commit_group();
           // Dequantize the next slice while the tensor cores multiply this one. After the last slice of the unit's last
@@ -164,39 +184,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           }
           ptx::wgmma_wait_group<1>();
           // All wgmmas on the preceding stage have completed, so the preceding stage can be released.
-          if (b == 0 && k_tile > scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);
+          if (b == 0 && k_tile > scheduler.k_tile_begin) pipeline.template release<C::kCluster>(preceding, lane);
           dequantize(a[(b + 1) % 2]);
         }
         preceding = my_empty_barriers + stage_idx * 8;
       }
       ptx::wgmma_wait_group<0>();
-      pipeline.release<kCluster>(preceding, lane);
+      pipeline.template release<C::kCluster>(preceding, lane);
       bool has_total = true;
-      if constexpr (kRingReduction) {
+      if constexpr (C::kRingReduction) {
         if (!scheduler.has_last_k_tile()) {
-          write_partial_sums(accumulators, scheduler, warpgroup, partials);
+          write_partial_sums<C>(accumulators, scheduler, warpgroup, partials);
           has_total = false;
         } else if (scheduler.adds_partial_sums()) {
-          add_partial_sums(accumulators, scheduler, state, pipeline, memory, my_empty_barriers, warpgroup, lane);
+          add_partial_sums<C>(accumulators, scheduler, state, pipeline, memory, my_empty_barriers, warpgroup, lane);
         }
-      } else if constexpr (kStreamK) {
-        has_total = reduce_shared_unit(accumulators, scheduler, warpgroup, partials, counters);
+      } else if constexpr (C::kStreamK) {
+        has_total = reduce_shared_unit<C>(accumulators, scheduler, warpgroup, partials, counters);
       }
       if (has_total) {
-        uint8_t* buffer = memory + SharedStorage::StoreBuffers::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
-        store_tile(buffer, accumulators, scheduler.tile(), warpgroup, epilogue, y, m, n, ldy, result_factor);
+        uint8_t* buffer =
+            memory + C::SharedStorage::StoreBuffers::kBegin + warpgroup * C::kStoreRows * C::kStoreRowBytes;
+        store_tile<C>(buffer, accumulators, scheduler.tile(cluster_rank<C::kCluster>()), warpgroup, epilogue, y, m, n,
+                      ldy, result_factor);
       }
     }
-    cluster_sync_before_exit<kCluster>();
+    cluster_sync_before_exit<C::kCluster>();
   } else {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == kConsumerWarps) {
-      Scheduler scheduler = make_scheduler();
-      produce(shared, scheduler, weight, &x_map, partials, counters, m, n, k);
-    } else if (kRingReduction && warp == kConsumerWarps + 1) {
-      Scheduler scheduler = make_scheduler();
-      signal_partial_sums(scheduler, counters);
+    ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    if (warp == C::kConsumerWarps) {
+      typename C::Scheduler scheduler = make_scheduler();
+      produce<C>(shared, scheduler, weight, x_map, partials, counters, m, n, k);
+    } else if (C::kRingReduction && warp == C::kConsumerWarps + 1) {
+      typename C::Scheduler scheduler = make_scheduler();
+      signal_partial_sums<C>(scheduler, counters);
     }
-    cluster_sync_before_exit<kCluster>();
+    cluster_sync_before_exit<C::kCluster>();
   }
+}
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
+    gemm_sm90_large(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, float* partials,
+                    uint32_t* counters, const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
+                    int stream_k_units, int stream_k_clusters, float low, float high, float scale_factor,
+                    float result_factor) {
+  gemm_sm90_large_units<Kernel>(weight, bias, residual, y, partials, counters, &x_map, m, n, k, ldr, ldy,
+                                stream_k_units, stream_k_clusters, low, high, scale_factor, result_factor);
 }

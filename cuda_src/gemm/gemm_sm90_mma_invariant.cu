@@ -19,43 +19,54 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_mma_invariant needs the mma of sm_90");
 
-constexpr bool kScaled = SCALED;
-constexpr int kM8Tiles = kBlockM / 8;
-constexpr int kK16Steps = kWeightTileK / 16;
-// The number of k tiles whose mma are interleaved: with SCALED = 0, each group starts a chain of its own.
-constexpr int kInterleaved = kScaled || kM8Tiles > 1 || kKTiles == 1 ? 1 : 2;
+struct Config : GemmSm90Config {
+  static constexpr int kXRows = X_ROWS;
+  static constexpr int kXStages = X_STAGES;
+  static constexpr bool kScaled = SCALED;
+};
 
-static_assert(kConsumerWarps == 2 * kWeightTiles, "a warp computes 16 columns");
-static_assert(!kAddsToStream && !kRmsNormsX, "a batch-invariant GEMM has no fusion");
-static_assert(kZeros != Zeros::kOffset, "only wgmma adds offsets");
+template <class Host>
+struct GemmSm90MmaInvariant : GemmSm90X<Host> {
+  static constexpr int kM8Tiles = Host::kBlockM / 8;
+  static constexpr int kK16Steps = kWeightTileK / 16;
+  // The number of k tiles whose mma are interleaved: with SCALED = 0, each group starts a chain of its own.
+  static constexpr int kInterleaved = Host::kScaled || kM8Tiles > 1 || Host::kKTiles == 1 ? 1 : 2;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    gemm_sm90_mma_invariant(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n,
-                            int k, int ldr, int ldy, int ldx, float low, float high, float /* eps */,
-                            float scale_factor, float result_factor) {
+  static_assert(Host::kConsumerWarps == 2 * Host::kWeightTiles, "a warp computes 16 columns");
+  static_assert(!Host::kAddsToStream && !Host::kRmsNormsX, "a batch-invariant GEMM has no fusion");
+  static_assert(Host::kZeros != Zeros::kOffset, "only wgmma adds offsets");
+};
+
+// x and ldx are the kernel's arguments.
+template <class C>
+__device__ __forceinline__ void gemm_sm90_invariant_tile(const GemmArguments<C>& args, const typename C::T* x, int ldx,
+                                                         float scale_factor, float result_factor) {
+  using T = typename C::T;
+
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const int consumer = warp / kConsumerWarps;
-  float accumulators[kM8Tiles][4] = {};
+  const int consumer = warp / C::kConsumerWarps;
+  float accumulators[C::kM8Tiles][4] = {};
 
-  auto accumulate = [&](const Tile& tile) {
-    XRing ring(x, ldx, tile, consumer, m, k);
+  auto accumulate = [&](const Tile<C>& tile) {
+    XRing<C> ring(x, ldx, tile, consumer, args.m, args.k);
     const auto pipeline = tile.shared.pipeline();
     // The shared addresses of this lane's codes, scales and zero points in stage 0, and the byte offsets of this lane's
     // operands in a stage of x.
-    const uint32_t weight_tile = tile.shared.weight(0) + warp % kConsumerWarps / 2 * kKTiles * kWeightTileBytes;
+    const uint32_t weight_tile =
+        tile.shared.weight(0) + warp % C::kConsumerWarps / 2 * C::kKTiles * C::kWeightTileBytes;
     const uint32_t my_codes = ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16);
-    const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + warp % 2 * kHalfGroupBytes + lane / 4 * 4);
+    const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + warp % 2 * C::kHalfGroupBytes + lane / 4 * 4);
     const uint32_t my_zeros = ptx::opaque(my_scales + 32 - lane / 4 * 2);
-    const int x_row = min(lane % 8, kXRows - 1);
-    const uint32_t my_x = ptx::opaque((x_row * kXChunks + (lane / 8 ^ swizzle_bits(x_row))) * 16);
+    const int x_row = min(lane % 8, C::kXRows - 1);
+    const uint32_t my_x = ptx::opaque((x_row * C::kXChunks + (lane / 8 ^ swizzle_bits(x_row))) * 16);
     const uint32_t my_other_x = ptx::opaque(my_x ^ 64);
-    const ScaledCodes<X>::Factor factor(scale_factor);
+    const typename ScaledCodes<T, C>::Factor factor(scale_factor);
 
     // The codes, scales and zero points of a k tile for this lane.
     struct Weights {
       Vector<uint32_t, 4> words[2];
-      Group groups[kGroups];
+      Group<C> groups[C::kGroups];
 
       __device__ __forceinline__ uint32_t word(int k16) const { return words[k16 / 4].values[k16 % 4]; }
     };
@@ -63,116 +74,116 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll
       for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared(weights.words[k64].values, my_codes + offset + k64 * 1024);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        weights.groups[g] = Group::load_shared(my_scales + offset, my_zeros + offset, g);
+      for (int g = 0; g < C::kGroups; ++g) {
+        weights.groups[g] = Group<C>::load_shared(my_scales + offset, my_zeros + offset, g);
       }
     };
     // Loads operand B for 32 k of a k tile. Lanes past the last row of x load that row again; the resulting columns of
     // y^T are not stored.
-    auto load_x = [&](uint32_t (&b)[kM8Tiles][4], uint32_t x_begin, int k32) {
+    auto load_x = [&](uint32_t (&b)[C::kM8Tiles][4], uint32_t x_begin, int k32) {
 #pragma unroll
-      for (int j = 0; j < kM8Tiles; ++j) {
-        ptx::ldmatrix_x4(b[j], x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + (k32 / 2 * 8 + j * 8 * kXChunks) * 16);
+      for (int j = 0; j < C::kM8Tiles; ++j) {
+        ptx::ldmatrix_x4(b[j], x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + (k32 / 2 * 8 + j * 8 * C::kXChunks) * 16);
       }
     };
     auto multiply_scaled = [&](const Weights& weights, uint32_t x_begin) {
-      ScaledCodes<X> codes[kGroups];
+      ScaledCodes<T, C> codes[C::kGroups];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) codes[g] = ScaledCodes<X>(weights.groups[g], factor);
+      for (int g = 0; g < C::kGroups; ++g) codes[g] = ScaledCodes<T, C>(weights.groups[g], factor);
 #pragma unroll
-      for (int k16 = 0; k16 < kK16Steps; k16 += 2) {
-        uint32_t b[kM8Tiles][4];
+      for (int k16 = 0; k16 < C::kK16Steps; k16 += 2) {
+        uint32_t b[C::kM8Tiles][4];
         load_x(b, x_begin, k16 / 2);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t a[4];
-          codes[(k16 + i) * kGroups / kK16Steps].convert(a, weights.word(k16 + i));
+          codes[(k16 + i) * C::kGroups / C::kK16Steps].convert(a, weights.word(k16 + i));
 #pragma unroll
-          for (int j = 0; j < kM8Tiles; ++j) mma<X>(accumulators[j], a, b[j][i * 2], b[j][i * 2 + 1]);
+          for (int j = 0; j < C::kM8Tiles; ++j) mma<T>(accumulators[j], a, b[j][i * 2], b[j][i * 2 + 1]);
         }
       }
     };
-    auto multiply_exact = [&](int tiles, const Weights(&weights)[kInterleaved], uint32_t x_begin) {
-      float group_sums[kInterleaved][kGroups][kM8Tiles][4] = {};
+    auto multiply_exact = [&](int tiles, const Weights(&weights)[C::kInterleaved], uint32_t x_begin) {
+      float group_sums[C::kInterleaved][C::kGroups][C::kM8Tiles][4] = {};
 #pragma unroll
-      for (int k16 = 0; k16 < kK16Steps; k16 += 2) {
-        uint32_t b[kInterleaved][kM8Tiles][4];
+      for (int k16 = 0; k16 < C::kK16Steps; k16 += 2) {
+        uint32_t b[C::kInterleaved][C::kM8Tiles][4];
 #pragma unroll
-        for (int tile = 0; tile < kInterleaved; ++tile) {
+        for (int tile = 0; tile < C::kInterleaved; ++tile) {
           if (tile < tiles) load_x(b[tile], x_begin + tile * 256, k16 / 2);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int g = (k16 + i) * kGroups / kK16Steps;
+          const int g = (k16 + i) * C::kGroups / C::kK16Steps;
 #pragma unroll
-          for (int tile = 0; tile < kInterleaved; ++tile) {
+          for (int tile = 0; tile < C::kInterleaved; ++tile) {
             if (tile >= tiles) continue;
             uint32_t a[4];
-            ExactCodes<X>::convert(a, weights[tile].word(k16 + i), ExactCodes<X>::zeros(weights[tile].groups[g].zeros));
+            ExactCodes<T>::convert(a, weights[tile].word(k16 + i), ExactCodes<T>::zeros(weights[tile].groups[g].zeros));
 #pragma unroll
-            for (int j = 0; j < kM8Tiles; ++j) {
-              mma<X>(group_sums[tile][g][j], a, b[tile][j][i * 2], b[tile][j][i * 2 + 1]);
+            for (int j = 0; j < C::kM8Tiles; ++j) {
+              mma<T>(group_sums[tile][g][j], a, b[tile][j][i * 2], b[tile][j][i * 2 + 1]);
             }
           }
         }
       }
 #pragma unroll
-      for (int tile = 0; tile < kInterleaved; ++tile) {
+      for (int tile = 0; tile < C::kInterleaved; ++tile) {
         if (tile >= tiles) continue;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int g = 0; g < C::kGroups; ++g) {
 #pragma unroll
           for (int v = 0; v < 4; ++v) {
-            const float scale = weights[tile].groups[g].scale(v / 2) * ExactCodes<X>::kUnit;
+            const float scale = weights[tile].groups[g].scale(v / 2) * ExactCodes<T>::kUnit;
 #pragma unroll
-            for (int j = 0; j < kM8Tiles; ++j) {
+            for (int j = 0; j < C::kM8Tiles; ++j) {
               accumulators[j][v] = fmaf(group_sums[tile][g][j][v], scale, accumulators[j][v]);
             }
           }
         }
       }
     };
-    wait_for_x();
+    wait_for_x<C>();
     ring.begin();
 
-    auto state = PipelineState<kStages>::consumer(consumer);
-    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
+    auto state = PipelineState<C::kStages>::consumer(consumer);
+    for (int iteration = consumer; iteration < tile.iterations(); iteration += C::kConsumers) {
       pipeline.consumer_wait(state);
       const int k_tiles = tile.k_tiles(iteration);
-      const uint32_t stage_offset = state.stage_idx * kWeightStageBytes;
+      const uint32_t stage_offset = state.stage_idx * C::kWeightStageBytes;
       // While k tiles are multiplied, the weights of the next ones are loaded.
-      Weights weights[2][kInterleaved];
+      Weights weights[2][C::kInterleaved];
       auto load = [&](int k_tile) {
 #pragma unroll
-        for (int i = 0; i < kInterleaved; ++i) {
-          if (k_tile + i < kKTiles && k_tile + i < k_tiles) {
-            load_weights(weights[k_tile / kInterleaved % 2][i], stage_offset + (k_tile + i) * kWeightTileBytes);
+        for (int i = 0; i < C::kInterleaved; ++i) {
+          if (k_tile + i < C::kKTiles && k_tile + i < k_tiles) {
+            load_weights(weights[k_tile / C::kInterleaved % 2][i], stage_offset + (k_tile + i) * C::kWeightTileBytes);
           }
         }
       };
       load(0);
       const uint32_t x_begin = ring.next();
 #pragma unroll
-      for (int k_tile = 0; k_tile < kKTiles; k_tile += kInterleaved) {
+      for (int k_tile = 0; k_tile < C::kKTiles; k_tile += C::kInterleaved) {
         if (k_tile >= k_tiles) break;
-        load(k_tile + kInterleaved);
-        const auto& mine = weights[k_tile / kInterleaved % 2];
+        load(k_tile + C::kInterleaved);
+        const auto& mine = weights[k_tile / C::kInterleaved % 2];
         const uint32_t my_x_begin = x_begin + k_tile * 256;
-        if constexpr (kScaled) {
+        if constexpr (C::kScaled) {
           multiply_scaled(mine[0], my_x_begin);
-        } else if (k_tile + kInterleaved <= k_tiles) {
-          multiply_exact(kInterleaved, mine, my_x_begin);
+        } else if (k_tile + C::kInterleaved <= k_tiles) {
+          multiply_exact(C::kInterleaved, mine, my_x_begin);
         } else {
           multiply_exact(1, mine, my_x_begin);
         }
       }
       pipeline.consumer_release(state.stage_idx, lane);
-      state.advance_by(kConsumers);
+      state.advance_by(C::kConsumers);
     }
     ring.end();
-    if constexpr (kScaled) {
+    if constexpr (C::kScaled) {
 #pragma unroll
-      for (int j = 0; j < kM8Tiles; ++j) {
+      for (int j = 0; j < C::kM8Tiles; ++j) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) accumulators[j][v] *= result_factor;
       }
@@ -180,10 +191,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   };
   auto store_all = [&](float* shared_accumulators) {
 #pragma unroll
-    for (int j = 0; j < kM8Tiles; ++j) {
-      store_accumulators(shared_accumulators, consumer, j * 8, warp % kConsumerWarps * 16, accumulators[j]);
+    for (int j = 0; j < C::kM8Tiles; ++j) {
+      store_accumulators<C>(shared_accumulators, consumer, j * 8, warp % C::kConsumerWarps * 16, accumulators[j]);
     }
   };
-  const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, {}, {}};
-  run_tile<true>(args, [&](const Tile& tile) { prefetch_x(tile, x, ldx, m, k); }, accumulate, store_all);
+  run_tile<C, true>(
+      args, [&](const Tile<C>& tile) { prefetch_x(tile, x, ldx, args.m, args.k); }, accumulate, store_all);
+}
+
+using Kernel = GemmSm90MmaInvariant<Config>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    gemm_sm90_mma_invariant(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n,
+                            int k, int ldr, int ldy, int ldx, float low, float high, float /* eps */,
+                            float scale_factor, float result_factor) {
+  const GemmArguments<Kernel> args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, {}, {}};
+  gemm_sm90_invariant_tile(args, x, ldx, scale_factor, result_factor);
 }

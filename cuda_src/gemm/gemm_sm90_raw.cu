@@ -55,129 +55,146 @@
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_raw needs sm_90");
 
-constexpr Zeros kZeros = Zeros::ZEROS;
-constexpr int kRows = ROWS;
-constexpr int kWords = WORDS;
-constexpr int kWarps = WARPS;
-constexpr int kStages = STAGES;  // number of stages per warp
-constexpr int kSplitK = SPLIT_K;
-constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;
-constexpr bool kInvariant = INVARIANT;
-
-constexpr int kThreads = kWarps * 32;
-constexpr int kBlockN = 64 * kWords;
-constexpr int kStepK = 32;
-constexpr int kTilesM = ceil_div(kRows, 8);
-constexpr int kOdd = kRows == 1 ? 1 : 2;         // number of rows per lane in each tile of 8 rows
-constexpr int kLaneRows = kInvariant ? 4 : 8;    // number of adjacent rows of the weight per lane
-constexpr int kSliceSteps = kInvariant ? 2 : 1;  // number of steps of which the size of a slice is a multiple
-
-// A gated tile has two column ranges: columns of the gate and the matching columns of the up projection.
-constexpr int kColumnRanges = kGated ? 2 : 1;
-constexpr int kRangeWords = 8 * kWords / kColumnRanges;
-constexpr int kRangeBytes = kStepK * kRangeWords * 4;
-constexpr int kWordBytes = kColumnRanges * kRangeBytes;
-constexpr int kXTileBytes = 8 * kStepK * 2;
-constexpr int kXBytes = kRows * kStepK * 2;
-constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
-
-// Each warp has a ring of stages; a stage holds words [column range][row % kLaneRows][row / kLaneRows][kRangeWords] and
-// x [row][32].
-// After the main loop, the warp's accumulators, float [row][kSumStride], overwrite the ring.
-constexpr int kSumStride = kBlockN + 4;
-constexpr int kTileFloats = kRows * kSumStride;
-constexpr int kRingFloats = kStages * kStepBytes / 4;
-constexpr int kWarpFloats = kRingFloats > kTileFloats ? kRingFloats : ceil_div(kTileFloats, 32) * 32;
-
-struct SharedStorage {
-  using Warps = SharedArray<0, kWarps, kWarpFloats * 4>;
-  // The partial sums of all CTAs of the cluster; only used in CTA 0. INVARIANT: of all warps of the other CTAs.
-  using Partials = SharedArray<Warps::kEnd, kInvariant ? (kSplitK - 1) * kWarps : kSplitK, kTileFloats * 4>;
-  using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
-  using FullBarriers = SharedArray<PartialBarrier::kEnd, kWarps, kStages * kBarrierBytes>;
-  static constexpr int kBytes = FullBarriers::kEnd;
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL> {
+  using T = X;  // type of x, the residual and y
+  using Scale = SCALE;
+  static constexpr Zeros kZeros = Zeros::ZEROS;
+  static constexpr int kRows = ROWS;
+  static constexpr int kWords = WORDS;
+  static constexpr int kWarps = WARPS;
+  static constexpr int kStages = STAGES;  // number of stages per warp
+  static constexpr int kSplitK = SPLIT_K;
+  static constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;
+  static constexpr bool kInvariant = INVARIANT;
+  static constexpr int kCtasPerSm = CTAS_PER_SM;
+  static constexpr int kSharedBytes = SHARED_BYTES;
 };
-ASSERT_SHARED_BYTES(SharedStorage);
-constexpr int kPartialsBegin = SharedStorage::Partials::kBegin / 4;
 
-static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+template <class Host>
+struct GemmSm90Raw : Host {
+  static constexpr int kThreads = Host::kWarps * 32;
+  static constexpr int kBlockN = 64 * Host::kWords;
+  static constexpr int kStepK = 32;
+  static constexpr int kTilesM = ceil_div(Host::kRows, 8);
+  static constexpr int kOdd = Host::kRows == 1 ? 1 : 2;       // number of rows per lane in each tile of 8 rows
+  static constexpr int kLaneRows = Host::kInvariant ? 4 : 8;  // number of adjacent rows of the weight per lane
+  static constexpr int kSliceSteps =
+      Host::kInvariant ? 2 : 1;  // number of steps of which the size of a slice is a multiple
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
-    gemm_sm90_raw(const SCALE* scales, const void* zeros, const BIAS* bias, const X* residual, X* y,
-                  const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, int m, int n, int k,
-                  int group_size, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  // A gated tile has two column ranges: columns of the gate and the matching columns of the up projection.
+  static constexpr int kColumnRanges = Host::kGated ? 2 : 1;
+  static constexpr int kRangeWords = 8 * Host::kWords / kColumnRanges;
+  static constexpr int kRangeBytes = kStepK * kRangeWords * 4;
+  static constexpr int kWordBytes = kColumnRanges * kRangeBytes;
+  static constexpr int kXTileBytes = 8 * kStepK * 2;
+  static constexpr int kXBytes = Host::kRows * kStepK * 2;
+  static constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
+
+  // Each warp has a ring of stages; a stage holds words [column range][row % kLaneRows][row / kLaneRows][kRangeWords] and
+  // x [row][32].
+  // After the main loop, the warp's accumulators, float [row][kSumStride], overwrite the ring.
+  static constexpr int kSumStride = kBlockN + 4;
+  static constexpr int kTileFloats = Host::kRows * kSumStride;
+  static constexpr int kRingFloats = Host::kStages * kStepBytes / 4;
+  static constexpr int kWarpFloats = kRingFloats > kTileFloats ? kRingFloats : ceil_div(kTileFloats, 32) * 32;
+
+  struct SharedStorage {
+    using Warps = SharedArray<0, Host::kWarps, kWarpFloats * 4>;
+    // The partial sums of all CTAs of the cluster; only used in CTA 0. INVARIANT: of all warps of the other CTAs.
+    using Partials = SharedArray<Warps::kEnd, Host::kInvariant ? (Host::kSplitK - 1) * Host::kWarps : Host::kSplitK,
+                                 kTileFloats * 4>;
+    using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
+    using FullBarriers = SharedArray<PartialBarrier::kEnd, Host::kWarps, Host::kStages * kBarrierBytes>;
+    static constexpr int kBytes = FullBarriers::kEnd;
+  };
+  ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
+  static constexpr int kPartialsBegin = SharedStorage::Partials::kBegin / 4;
+
+  static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
+};
+
+// The arguments are those of the kernel.
+template <class C>
+__device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scales, const void* zeros,
+                                                   const typename C::Bias* bias, const typename C::T* residual,
+                                                   typename C::T* y, const TensorMap* w_map, const TensorMap* x_map,
+                                                   int m, int n, int k, int group_size, int lds, int ldz, int ldr,
+                                                   int ldy, float low, float high) {
+  using T = typename C::T;
+  using Scale = typename C::Scale;
   extern __shared__ __align__(128) float shared[];
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const PartialSumBarrier partial_barrier{SharedStorage::PartialBarrier::at(shared_begin)};
+  const PartialSumBarrier partial_barrier{C::SharedStorage::PartialBarrier::at(shared_begin)};
   const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  const int split = cluster_rank<kSplitK>();
-  const int tile = blockIdx.x / kSplitK;
-  const int slice = split * kWarps + warp;
-  const int steps = k / kStepK;
-  const int units = ceil_div(steps, kSliceSteps);
-  const int step_begin = units * slice / (kSplitK * kWarps) * kSliceSteps;
-  const int slice_end = units * (slice + 1) / (kSplitK * kWarps) * kSliceSteps;
-  const int step_end = kInvariant ? min(steps, slice_end) : slice_end;
+  const int split = cluster_rank<C::kSplitK>();
+  const int tile = blockIdx.x / C::kSplitK;
+  const int slice = split * C::kWarps + warp;
+  const int steps = k / C::kStepK;
+  const int units = ceil_div(steps, C::kSliceSteps);
+  const int step_begin = units * slice / (C::kSplitK * C::kWarps) * C::kSliceSteps;
+  const int slice_end = units * (slice + 1) / (C::kSplitK * C::kWarps) * C::kSliceSteps;
+  const int step_end = C::kInvariant ? min(steps, slice_end) : slice_end;
   // A lane whose columns lie past n reads the scales of the last columns; the lane's accumulators are not stored.
-  const int column = min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords);
+  const int column = min(weight_column<C, C::kBlockN>(tile, g * C::kWords * 8, n), n - 8 * C::kWords);
 
-  if constexpr (kSplitK > 1) {
+  if constexpr (C::kSplitK > 1) {
     if (threadIdx.x == 0) {
       partial_barrier.init();
       ptx::fence_mbarrier_init();
-      partial_barrier.expect((kInvariant ? (kSplitK - 1) * kWarps : kSplitK) * m * kBlockN * 4);
+      partial_barrier.expect((C::kInvariant ? (C::kSplitK - 1) * C::kWarps : C::kSplitK) * m * C::kBlockN * 4);
     }
     ptx::barrier_cluster_arrive_relaxed();
   }
-  const int group_steps = group_size / kStepK;
+  const int group_steps = group_size / C::kStepK;
   int group = step_begin / group_steps;
 
-  const uint32_t ring = ptx::opaque(shared_begin + warp * (kWarpFloats * 4));
-  const uint32_t full_barriers = ptx::opaque(SharedStorage::FullBarriers::at(shared_begin, warp));
-  const int my_word = g * kWords;  // index of the lane's first word within a row of the tile
-  const uint32_t my_words =
-      ptx::opaque(ring + my_word / kRangeWords * kRangeBytes + (t * kRangeWords + my_word % kRangeWords) * 4);
-  const uint32_t my_x =
-      ptx::opaque(ring + kWordBytes + (kInvariant ? (kRows == 1 ? 0 : g) * 64 + t * 8 : (kRows == 1 ? t : lane) * 16));
-  const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
+  const uint32_t ring = ptx::opaque(shared_begin + warp * (C::kWarpFloats * 4));
+  const uint32_t full_barriers = ptx::opaque(C::SharedStorage::FullBarriers::at(shared_begin, warp));
+  const int my_word = g * C::kWords;  // index of the lane's first word within a row of the tile
+  const uint32_t my_words = ptx::opaque(ring + my_word / C::kRangeWords * C::kRangeBytes +
+                                        (t * C::kRangeWords + my_word % C::kRangeWords) * 4);
+  const uint32_t my_x = ptx::opaque(
+      ring + C::kWordBytes + (C::kInvariant ? (C::kRows == 1 ? 0 : g) * 64 + t * 8 : (C::kRows == 1 ? t : lane) * 16));
+  const int first_word = weight_column<C, C::kBlockN>(tile, 0, n) / 8;
   const bool leader = ptx::elect();
   auto copy = [&](int step, uint32_t stage_offset, uint32_t full_barrier, bool words, bool x) {
     if (words) {
-      ptx::mbarrier_arrive_expect_tx(full_barrier, kWordBytes + m * (kStepK * 2));
+      ptx::mbarrier_arrive_expect_tx(full_barrier, C::kWordBytes + m * (C::kStepK * 2));
 #pragma unroll
-      for (int i = 0; i < kColumnRanges; ++i) {
-        const uint32_t target = ring + stage_offset + i * kRangeBytes;
-        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / kLaneRows), 0,
+      for (int i = 0; i < C::kColumnRanges; ++i) {
+        const uint32_t target = ring + stage_offset + i * C::kRangeBytes;
+        ptx::cp_async_bulk_tensor_3d(target, w_map, first_word + i * (n / 16), step * (C::kStepK / C::kLaneRows), 0,
                                      full_barrier);
       }
     }
-    if (x) ptx::cp_async_bulk_tensor_3d(ring + stage_offset + kWordBytes, &x_map, 0, 0, step, full_barrier);
+    if (x) ptx::cp_async_bulk_tensor_3d(ring + stage_offset + C::kWordBytes, x_map, 0, 0, step, full_barrier);
   };
   auto copy_first = [&](bool words, bool x) {
     if (!leader) return;
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full_barriers + i * kBarrierBytes, words, x);
+    for (int i = 0; i < C::kStages; ++i) {
+      if (step_begin + i < step_end)
+        copy(step_begin + i, i * C::kStepBytes, full_barriers + i * kBarrierBytes, words, x);
     }
   };
 
   if (leader) {
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(full_barriers + i * kBarrierBytes, 1);
+    for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(full_barriers + i * kBarrierBytes, 1);
     ptx::fence_mbarrier_init();
   }
-  if constexpr (kMayPrefetchWeights) copy_first(true, false);
+  if constexpr (C::kMayPrefetchWeights) copy_first(true, false);
   // TMA does not fill rows past m. Zero these rows, because mma reads them; the resulting rows of y are not stored.
-  if constexpr (kRows > 1) {
+  if constexpr (C::kRows > 1) {
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < C::kStages; ++i) {
 #pragma unroll
-      for (int chunk = lane; chunk < kXBytes / 16; chunk += 32) {
-        float* target = shared + warp * kWarpFloats + (i * kStepBytes + kWordBytes) / 4 + chunk * 4;
-        if (chunk >= m * (kStepK * 2 / 16)) store<true>(target, Vector<float, 4>{});
+      for (int chunk = lane; chunk < C::kXBytes / 16; chunk += 32) {
+        float* target = shared + warp * C::kWarpFloats + (i * C::kStepBytes + C::kWordBytes) / 4 + chunk * 4;
+        if (chunk >= m * (C::kStepK * 2 / 16)) store<true>(target, Vector<float, 4>{});
       }
     }
   }
@@ -186,31 +203,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     // Prefetch the scales and zero points of the warp's first two groups; each of eight lanes takes a quarter of the
     // columns of one group.
     const int index = group + g % 2;
-    const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
+    const int first = weight_column<C, C::kBlockN>(tile, g / 2 * (C::kBlockN / 4), n);
     if (first < n) {
       ptx::prefetch_global_l2(scales + static_cast<int64_t>(index) * lds + first);
-      if constexpr (kZeros == Zeros::kPacked) {
+      if constexpr (C::kZeros == Zeros::kPacked) {
         ptx::prefetch_global_l2(static_cast<const uint32_t*>(zeros) + static_cast<int64_t>(index) * ldz + first / 8);
       }
     }
   }
   ptx::griddepcontrol_launch_dependents();
-  if constexpr (kSplitK > 1) ptx::barrier_cluster_wait_acquire();
+  if constexpr (C::kSplitK > 1) ptx::barrier_cluster_wait_acquire();
 
   // The accumulators of all groups before the current one, and of the current group, both [word][nibble pair][tile of 8
   // rows]; values are in units of RawCodes::kUnits.
-  float accumulators[kWords][4][kTilesM][2][kOdd] = {};
-  float group_sums[kWords][4][kTilesM][4] = {};
-  float x_sums[kTilesM][4] = {};
-  WordGroup<SCALE, kZeros, true> parameters[kWords];
+  float accumulators[C::kWords][4][C::kTilesM][2][C::kOdd] = {};
+  float group_sums[C::kWords][4][C::kTilesM][4] = {};
+  float x_sums[C::kTilesM][4] = {};
+  WordGroup<Scale, C::kZeros, true> parameters[C::kWords];
   // INVARIANT: the zero points in the form that Codes::low and Codes::high subtract, [word][odd column][nibble pair], and
   // the words of zero points of the next group.
-  uint32_t group_zeros[kWords][2][4], next_zeros[kWords];
+  uint32_t group_zeros[C::kWords][2][4], next_zeros[C::kWords];
   auto fetch_zeros = [&](int index) {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      next_zeros[w] = kZeros == Zeros::kOffset ? 0 : kSymmetricZeros;
-      if constexpr (kZeros == Zeros::kPacked) {
+    for (int w = 0; w < C::kWords; ++w) {
+      next_zeros[w] = C::kZeros == Zeros::kOffset ? 0 : kSymmetricZeros;
+      if constexpr (C::kZeros == Zeros::kPacked) {
         const int64_t row = min(index, k / group_size - 1);
         next_zeros[w] = static_cast<const uint32_t*>(zeros)[row * ldz + column / 8 + w];
       }
@@ -218,41 +235,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   };
   auto fetch_group = [&] {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
+    for (int w = 0; w < C::kWords; ++w) {
       parameters[w].fetch(scales, zeros, group, lds, ldz, column + w * 8);
-      if constexpr (kInvariant) {
+      if constexpr (C::kInvariant) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const uint32_t pair = __byte_perm(next_zeros[w], next_zeros[w], odd ? 0x3232 : 0x1010);
-          group_zeros[w][odd][0] = Codes<X>::zero_low(pair);
-          group_zeros[w][odd][1] = Codes<X>::zero_high(pair);
-          group_zeros[w][odd][2] = Codes<X>::zero_low(pair >> 8);
-          group_zeros[w][odd][3] = Codes<X>::zero_high(pair >> 8);
+          group_zeros[w][odd][0] = Codes<T>::zero_low(pair);
+          group_zeros[w][odd][1] = Codes<T>::zero_high(pair);
+          group_zeros[w][odd][2] = Codes<T>::zero_low(pair >> 8);
+          group_zeros[w][odd][3] = Codes<T>::zero_high(pair >> 8);
         }
       }
     }
-    if constexpr (kInvariant) fetch_zeros(group + 1);
+    if constexpr (C::kInvariant) fetch_zeros(group + 1);
   };
   auto close_group = [&] {
 #pragma unroll
-    for (int j = 0; j < kTilesM; ++j) {
+    for (int j = 0; j < C::kTilesM; ++j) {
 #pragma unroll
-      for (int odd = 0; odd < kOdd; ++odd) {
+      for (int odd = 0; odd < C::kOdd; ++odd) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float x_sum = kInvariant ? -x_sums[j][odd] : -x_sums[j][odd] / RawCodes<X>::kUnits[i % 2];
+          const float x_sum = C::kInvariant ? -x_sums[j][odd] : -x_sums[j][odd] / RawCodes<T>::kUnits[i % 2];
 #pragma unroll
-          for (int w = 0; w < kWords; ++w) {
+          for (int w = 0; w < C::kWords; ++w) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int c = 2 * i + half;
               float& sum = accumulators[w][i][j][half][odd];
-              float zero = RawCodes<X>::kOffset;
-              if constexpr (kZeros != Zeros::kOffset) zero += static_cast<float>(code(parameters[w].zeros, c));
+              float zero = RawCodes<T>::kOffset;
+              if constexpr (C::kZeros != Zeros::kOffset) zero += static_cast<float>(code(parameters[w].zeros, c));
               const float group_sum = group_sums[w][i][j][half * 2 + odd];
-              const float difference = kInvariant ? group_sum : fmaf(zero, x_sum, group_sum);
+              const float difference = C::kInvariant ? group_sum : fmaf(zero, x_sum, group_sum);
               sum = fmaf(difference, to_float(parameters[w].scales.values[c]), sum);
-              if constexpr (kZeros == Zeros::kOffset) {
+              if constexpr (C::kZeros == Zeros::kOffset) {
                 sum = fmaf(-to_float(parameters[w].offsets.values[c]), x_sum, sum);
               }
             }
@@ -263,16 +280,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       for (int c = 0; c < 4; ++c) {
         x_sums[j][c] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4 * kWords; ++i) group_sums[i / 4][i % 4][j][c] = 0.0f;
+        for (int i = 0; i < 4 * C::kWords; ++i) group_sums[i / 4][i % 4][j][c] = 0.0f;
       }
     }
   };
   auto multiply = [&](uint32_t stage_offset) {
-    uint32_t x_step[kTilesM][4];
+    uint32_t x_step[C::kTilesM][4];
 #pragma unroll
-    for (int j = 0; j < kTilesM; ++j) {
-      const uint32_t begin = my_x + stage_offset + j * kXTileBytes;
-      if constexpr (kInvariant) {
+    for (int j = 0; j < C::kTilesM; ++j) {
+      const uint32_t begin = my_x + stage_offset + j * C::kXTileBytes;
+      if constexpr (C::kInvariant) {
         uint32_t halves[2][2];
         ptx::ld_shared(halves[0], begin);
         ptx::ld_shared(halves[1], begin + 32);
@@ -282,43 +299,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         ptx::ld_shared(x_step[j], begin);
       }
     }
-    constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
+    constexpr uint32_t kOnes[4] = {RawCodes<T>::kOne, RawCodes<T>::kOne, RawCodes<T>::kOne, RawCodes<T>::kOne};
 #pragma unroll
     for (int k16 = 0; k16 < 2; ++k16) {
-      uint32_t words[4][kWords];
+      uint32_t words[4][C::kWords];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int offset =
-            kInvariant ? k16 * (kRangeBytes / 8) + i * (kRangeBytes / 4) : (k16 * 4 + i) * (kRangeBytes / 8);
+        const int offset = C::kInvariant ? k16 * (C::kRangeBytes / 8) + i * (C::kRangeBytes / 4)
+                                         : (k16 * 4 + i) * (C::kRangeBytes / 8);
         ptx::ld_shared(words[i], my_words + stage_offset + offset);
       }
       auto multiply_by = [&](int j, float (&c)[4], const uint32_t (&a)[4]) {
-        mma<X>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
+        mma<T>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
       };
-      if constexpr (!kInvariant || kZeros == Zeros::kOffset) {
+      if constexpr (!C::kInvariant || C::kZeros == Zeros::kOffset) {
 #pragma unroll
-        for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
+        for (int j = 0; j < C::kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
       }
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
+      for (int w = 0; w < C::kWords; ++w) {
         uint32_t codes[4][4];  // [register of A][nibble pair]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);
-          if constexpr (kInvariant) {
-            codes[i][0] = Codes<X>::low(pair, group_zeros[w][i % 2][0]);
-            codes[i][1] = Codes<X>::high(pair, group_zeros[w][i % 2][1]);
-            codes[i][2] = Codes<X>::low(pair >> 8, group_zeros[w][i % 2][2]);
-            codes[i][3] = Codes<X>::high(pair >> 8, group_zeros[w][i % 2][3]);
+          if constexpr (C::kInvariant) {
+            codes[i][0] = Codes<T>::low(pair, group_zeros[w][i % 2][0]);
+            codes[i][1] = Codes<T>::high(pair, group_zeros[w][i % 2][1]);
+            codes[i][2] = Codes<T>::low(pair >> 8, group_zeros[w][i % 2][2]);
+            codes[i][3] = Codes<T>::high(pair >> 8, group_zeros[w][i % 2][3]);
           } else {
-            RawCodes<X>::convert(codes[i], pair);
+            RawCodes<T>::convert(codes[i], pair);
           }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t a[4] = {codes[0][i], codes[1][i], codes[2][i], codes[3][i]};
 #pragma unroll
-          for (int j = 0; j < kTilesM; ++j) multiply_by(j, group_sums[w][i][j], a);
+          for (int j = 0; j < C::kTilesM; ++j) multiply_by(j, group_sums[w][i][j], a);
         }
       }
     }
@@ -326,14 +343,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
 
   auto fetch_first_group = [&] {
     if (step_begin >= step_end) return;
-    if constexpr (kInvariant) fetch_zeros(group);
+    if constexpr (C::kInvariant) fetch_zeros(group);
     fetch_group();
   };
-  if constexpr (kMayPrefetchWeights) fetch_first_group();
+  if constexpr (C::kMayPrefetchWeights) fetch_first_group();
   ptx::griddepcontrol_wait();
-  copy_first(!kMayPrefetchWeights, true);
-  if constexpr (!kMayPrefetchWeights) fetch_first_group();
-  PipelineAddresses<kStages, kStepBytes> state{0, full_barriers, 0};
+  copy_first(!C::kMayPrefetchWeights, true);
+  if constexpr (!C::kMayPrefetchWeights) fetch_first_group();
+  PipelineAddresses<C::kStages, C::kStepBytes> state{0, full_barriers, 0};
   for (int step = step_begin; step < step_end; ++step) {
     if (step == (group + 1) * group_steps) {
       close_group();
@@ -343,27 +360,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     wait(state.full_barrier, state.phase);
     multiply(state.stage_offset);
     __syncwarp();
-    if (leader && step + kStages < step_end) copy(step + kStages, state.stage_offset, state.full_barrier, true, true);
+    if (leader && step + C::kStages < step_end)
+      copy(step + C::kStages, state.stage_offset, state.full_barrier, true, true);
     state.advance(full_barriers);
   }
   if (step_begin < step_end) close_group();
 
 #pragma unroll
-  for (int j = 0; j < kTilesM; ++j) {
+  for (int j = 0; j < C::kTilesM; ++j) {
 #pragma unroll
-    for (int odd = 0; odd < kOdd; ++odd) {
+    for (int odd = 0; odd < C::kOdd; ++odd) {
       const int row = j * 8 + t * 2 + odd;
-      if (row >= kRows) continue;
+      if (row >= C::kRows) continue;
 #pragma unroll
-      for (int quad = 0; quad < 2 * kWords; ++quad) {
+      for (int quad = 0; quad < 2 * C::kWords; ++quad) {
         Vector<float, 4> out;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = quad % 2 * 2 + c / 2;
           out.values[c] = accumulators[quad / 2][i][j][c % 2][odd];
-          if constexpr (!kInvariant) out.values[c] *= RawCodes<X>::kUnits[i % 2];
+          if constexpr (!C::kInvariant) out.values[c] *= RawCodes<T>::kUnits[i % 2];
         }
-        store<true>(shared + warp * kWarpFloats + row * kSumStride + g * kWords * 8 + quad * 4, out);
+        store<true>(shared + warp * C::kWarpFloats + row * C::kSumStride + g * C::kWords * 8 + quad * 4, out);
       }
     }
   }
@@ -381,54 +399,54 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     }
     return total;
   };
-  for (int item = threadIdx.x; item < m * (kBlockN / 4); item += kThreads) {
-    const int offset = item / (kBlockN / 4) * kSumStride + item % (kBlockN / 4) * 4;
-    if constexpr (kInvariant) {
+  for (int item = threadIdx.x; item < m * (C::kBlockN / 4); item += C::kThreads) {
+    const int offset = item / (C::kBlockN / 4) * C::kSumStride + item % (C::kBlockN / 4) * 4;
+    if constexpr (C::kInvariant) {
       if (split == 0) break;
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) {
-        const int target = kPartialsBegin + ((split - 1) * kWarps + i) * kTileFloats + offset;
-        partial_barrier.write(0, shared_begin + target * 4, add_up(offset + i * kWarpFloats, 0, 1).values);
+      for (int i = 0; i < C::kWarps; ++i) {
+        const int target = C::kPartialsBegin + ((split - 1) * C::kWarps + i) * C::kTileFloats + offset;
+        partial_barrier.write(0, shared_begin + target * 4, add_up(offset + i * C::kWarpFloats, 0, 1).values);
       }
       continue;
     }
-    const Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
-    const int target = kPartialsBegin + split * kTileFloats + offset;
-    if constexpr (kSplitK == 1) {
+    const Vector<float, 4> total = add_up(offset, C::kWarpFloats, C::kWarps);
+    const int target = C::kPartialsBegin + split * C::kTileFloats + offset;
+    if constexpr (C::kSplitK == 1) {
       store<true>(shared + target, total);
     } else {
       partial_barrier.write(0, shared_begin + target * 4, total.values);
     }
   }
-  if constexpr (kSplitK == 1) {
-    if constexpr (!kInvariant) __syncthreads();
+  if constexpr (C::kSplitK == 1) {
+    if constexpr (!C::kInvariant) __syncthreads();
   } else {
     if (split != 0) return;
     partial_barrier.wait_for_all();
   }
   auto finish_sum = [&](int offset) {
-    if constexpr (!kInvariant) return add_up(kPartialsBegin + offset, kTileFloats, kSplitK);
-    Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
+    if constexpr (!C::kInvariant) return add_up(C::kPartialsBegin + offset, C::kTileFloats, C::kSplitK);
+    Vector<float, 4> total = add_up(offset, C::kWarpFloats, C::kWarps);
 #pragma unroll
-    for (int i = 0; i < (kSplitK - 1) * kWarps; ++i) {
-      const Vector<float, 4> partial = add_up(kPartialsBegin + i * kTileFloats + offset, 0, 1);
+    for (int i = 0; i < (C::kSplitK - 1) * C::kWarps; ++i) {
+      const Vector<float, 4> partial = add_up(C::kPartialsBegin + i * C::kTileFloats + offset, 0, 1);
 #pragma unroll
       for (int c = 0; c < 4; ++c) total.values[c] += partial.values[c];
     }
     return total;
   };
 
-  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
-  constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
-  for (int item = threadIdx.x; item < m * (kWidth / 4); item += kThreads) {
+  const Epilogue<T, C> epilogue{bias, residual, low, high, n, ldr};
+  constexpr int kWidth = C::kGated ? C::kBlockN / 2 : C::kBlockN;
+  for (int item = threadIdx.x; item < m * (kWidth / 4); item += C::kThreads) {
     const int row = item / (kWidth / 4);
     const int local = item % (kWidth / 4) * 4;
     const int out_column = tile * kWidth + local;
-    if (out_column >= (kGated ? n / 2 : n)) continue;
-    const Vector<float, 4> total = finish_sum(row * kSumStride + local);
-    Vector<X, 4> out;
-    if constexpr (kGated) {
-      const Vector<float, 4> up = finish_sum(row * kSumStride + local + kWidth);
+    if (out_column >= (C::kGated ? n / 2 : n)) continue;
+    const Vector<float, 4> total = finish_sum(row * C::kSumStride + local);
+    Vector<T, 4> out;
+    if constexpr (C::kGated) {
+      const Vector<float, 4> up = finish_sum(row * C::kSumStride + local + kWidth);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         out.values[c] = epilogue.finish_gated(total.values[c], up.values[c], row, out_column + c);
@@ -439,4 +457,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     }
     store<true>(y + static_cast<int64_t>(row) * ldy + out_column, out);
   }
+}
+
+using Kernel = GemmSm90Raw<Config>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    gemm_sm90_raw(const SCALE* scales, const void* zeros, const BIAS* bias, const X* residual, X* y,
+                  const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, int m, int n, int k,
+                  int group_size, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  gemm_sm90_raw_tile<Kernel>(scales, zeros, bias, residual, y, &w_map, &x_map, m, n, k, group_size, lds, ldz, ldr, ldy,
+                             low, high);
 }

@@ -25,6 +25,7 @@
 #include "gemm/group.cuh"
 #include "common/reduce.cuh"
 
+using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr bool kAligned = ALIGNED;
 constexpr bool kXAligned = X_ALIGNED;
 constexpr bool kPtxPath = PTX_PATH;
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   const int k_end = static_cast<int>(static_cast<int64_t>(chunks) * (slice + 1) / slices) * kChunk;
 
   // A lane whose columns lie past n reads the last word of a row; the lane's results are not stored.
-  const int first = min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8);
+  const int first = min(weight_column<Options, kBlockN>(blockIdx.x, lane * 8, n), n - 8);
   float accumulators[kRows][8] = {};
   uint32_t words[kChunk];
   auto fetch_words = [&](int row) {
@@ -143,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   }
   if (!reduce_split_k<kRows, kThreads>(totals, partials, counters, blockIdx.x, blockIdx.y, gridDim.y)) return;
 
-  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
-  const int column = weight_column<kBlockN>(blockIdx.x, threadIdx.x, n);
-  if constexpr (kGated) {
+  const Epilogue<X, Options> epilogue{bias, residual, low, high, n, ldr};
+  const int column = weight_column<Options, kBlockN>(blockIdx.x, threadIdx.x, n);
+  if constexpr (Options::kGated) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= m) break;

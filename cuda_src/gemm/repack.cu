@@ -13,6 +13,7 @@
 // lane % 4 read the same word of different rows; an odd row pitch in words puts these words into different banks.
 #include "gemm/repacked_layout.cuh"
 
+using Layout = RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>;
 constexpr int kThreads = 256;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kWords = kBlockN / 8;
@@ -37,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   auto weight_tile = [&](int index) {
-    return out + (static_cast<int64_t>(blockIdx.y * kWeightTiles + index) * gridDim.x + blockIdx.x) * kWeightTileBytes;
+    return out + (static_cast<int64_t>(blockIdx.y * kWeightTiles + index) * gridDim.x + blockIdx.x) *
+                     Layout::kWeightTileBytes;
   };
 #pragma unroll 1
   for (int index = threadIdx.x; index < kWeightTiles * kLanes; index += kThreads) {
@@ -63,18 +65,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     store<true>(reinterpret_cast<uint32_t*>(weight_tile(index / kLanes)) + index % kLanes * 4, words);
   }
 
-  for (int index = threadIdx.x; index < kGroups * kBlockN; index += kThreads) {
+  for (int index = threadIdx.x; index < Layout::kGroups * kBlockN; index += kThreads) {
     const int column = index % kBlockN;
     const int group = k_begin / group_size + index / kBlockN;
     const int block_column = blockIdx.y * kBlockN + column;
     const bool inside = block_column < n && group < k / group_size;
-    uint8_t* target = weight_tile(column / kWeightTileN) + kCodeBytes + index / kBlockN * kGroupBytes +
-                      column / 16 % 2 * kHalfGroupBytes;
+    uint8_t* target = weight_tile(column / kWeightTileN) + kCodeBytes + index / kBlockN * Layout::kGroupBytes +
+                      column / 16 % 2 * Layout::kHalfGroupBytes;
     const int slot = column % 8 * 2 + column / 8 % 2;
     SCALE scale = {};
     if (inside) scale = scales[static_cast<int64_t>(group) * lds + block_column];
     reinterpret_cast<SCALE*>(target)[slot] = scale;
-    if constexpr (kZeros == Zeros::kPacked) {
+    if constexpr (Layout::kZeros == Zeros::kPacked) {
       const uint32_t word = inside ? zeros[static_cast<int64_t>(group) * ldz + block_column / 8] : 0u;
       target[32 + slot] = static_cast<uint8_t>(code(word, block_column % 8));
     }

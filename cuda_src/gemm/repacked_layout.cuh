@@ -24,28 +24,35 @@
 // and each of the tiles has a copy of the scales and zero points. Columns past n and rows past k have codes and scales
 // of zero.
 //
-// Constants: SCALE, ZEROS, GROUPS, from `RepackedLayout` in kernels/repack.py.
+// The host's description is `RepackedLayout` in kernels/gemm/repack.py.
 #pragma once
 
 #include "common/mma.cuh"
 #include "dequantize/int4.cuh"
 #include "ptx/ld_shared.cuh"
 
-constexpr int kGroups = GROUPS;
-constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kWeightTileN = 32;
 constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
-// The size in bytes of scales and zero points, or of scales and offsets, of 16 columns.
-constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : kZeros == Zeros::kOffset ? 64 : 32;
-constexpr int kGroupBytes = 2 * kHalfGroupBytes;
-constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
 
-static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
+// The layout with the host's constants as RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>.
+template <class ScaleType, Zeros kZeroPoints, int kGroupCount>
+struct RepackedLayout {
+  using Scale = ScaleType;
+  static constexpr Zeros kZeros = kZeroPoints;
+  static constexpr int kGroups = kGroupCount;
+  // The size in bytes of scales and zero points, or of scales and offsets, of 16 columns.
+  static constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : kZeros == Zeros::kOffset ? 64 : 32;
+  static constexpr int kGroupBytes = 2 * kHalfGroupBytes;
+  static constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
+
+  static_assert(sizeof(Scale) == 2, "scales are 16-bit values");
+};
 
 // The global addresses of a CTA's weight tiles, indexed relative to the CTA's first tile column and k tile. An index
 // past the last tile column is clamped: a CTA tile that extends past n copies the last tile column again and does not
 // store the results.
+template <class C>
 struct TileColumns {
   int last;              // index of the last tile column, relative to the CTA's first one
   int64_t column_bytes;  // size of a tile column
@@ -53,28 +60,29 @@ struct TileColumns {
 
   __device__ __forceinline__ TileColumns(const uint8_t* weight, int first_column, int first_k_tile, int n, int k)
       : last(ceil_div(n, kWeightTileN) - 1 - first_column),
-        column_bytes(ceil_div(k, kWeightTileK) * kWeightTileBytes),
-        begin(weight + first_column * column_bytes + first_k_tile * kWeightTileBytes) {}
+        column_bytes(ceil_div(k, kWeightTileK) * C::kWeightTileBytes),
+        begin(weight + first_column * column_bytes + first_k_tile * C::kWeightTileBytes) {}
   __device__ __forceinline__ const uint8_t* tile(int column, int k_tile) const {
-    return begin + min(column, last) * column_bytes + k_tile * kWeightTileBytes;
+    return begin + min(column, last) * column_bytes + k_tile * C::kWeightTileBytes;
   }
 };
 
 // The scales and zero points of one group for the two columns of a lane: g and g + 8 of 16 columns.
+template <class C>
 struct Group {
-  uint32_t scales;   // two values of type SCALE
+  uint32_t scales;   // two values of type Scale
   uint32_t zeros;    // two zero points of one byte each
-  uint32_t offsets;  // two values of type SCALE, 0 without offsets
+  uint32_t offsets;  // two values of type Scale, 0 without offsets
 
   // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
   // first group of the tile.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
-    return {ptx::ld_shared_u32(scales + group * kGroupBytes),
-            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u,
-            kZeros == Zeros::kOffset ? ptx::ld_shared_u32(scales + 32 + group * kGroupBytes) : 0u};
+    return {ptx::ld_shared_u32(scales + group * C::kGroupBytes),
+            C::kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * C::kGroupBytes) : 0x0808u,
+            C::kZeros == Zeros::kOffset ? ptx::ld_shared_u32(scales + 32 + group * C::kGroupBytes) : 0u};
   }
   __device__ __forceinline__ float scale(int upper) const {
-    return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * upper))});
+    return to_float(typename C::Scale{static_cast<uint16_t>(scales >> (16 * upper))});
   }
   __device__ __forceinline__ float zero(int upper) const { return static_cast<float>((zeros >> (8 * upper)) & 255u); }
 };
@@ -127,11 +135,11 @@ struct ExactCodes<bfloat16_t> {
 
 // Converts codes to operand A with one rounding: a value is ((q - z) * scale + offset) * factor. `factor` is a power of
 // two that moves all scales into T's normal range, at most 2^15 if the scales are float16.
-template <class T>
+template <class T, class C>
 struct ScaledCodes;
 
-template <>
-struct ScaledCodes<half_t> {
+template <class C>
+struct ScaledCodes<half_t, C> {
   static constexpr uint32_t kMinusOne = 0xbc00bc00u;
   static constexpr uint32_t k960 = 0x63806380u;
 
@@ -148,15 +156,15 @@ struct ScaledCodes<half_t> {
   uint32_t offsets;
 
   ScaledCodes() = default;
-  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
+  __device__ __forceinline__ ScaledCodes(const Group<C>& group, const Factor& factor)
       : lows(__byte_perm(group.zeros, 0x64u, 0x4140)), highs(ptx::fma_f16x2(lows, kMinusOne, k960)) {
-    if constexpr (kIsHalf<SCALE>) {
+    if constexpr (kIsHalf<typename C::Scale>) {
       scales = ptx::mul_f16x2(group.scales, factor.pair);
     } else {
       scales = from_float<half_t>(group.scale(1) * factor.value).bits * 0x10000u +
                from_float<half_t>(group.scale(0) * factor.value).bits;
     }
-    if constexpr (kZeros == Zeros::kOffset) offsets = ptx::mul_f16x2(group.offsets, factor.pair);
+    if constexpr (C::kZeros == Zeros::kOffset) offsets = ptx::mul_f16x2(group.offsets, factor.pair);
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
 #pragma unroll
@@ -170,7 +178,7 @@ struct ScaledCodes<half_t> {
  private:
   template <int UPPER>
   __device__ __forceinline__ uint32_t scale(uint32_t pair) const {
-    if constexpr (kZeros == Zeros::kOffset) {
+    if constexpr (C::kZeros == Zeros::kOffset) {
       return ptx::fma_f16x2(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
     } else {
       return ptx::mul_f16x2(pair, ptx::twice<UPPER>(scales));
@@ -178,8 +186,8 @@ struct ScaledCodes<half_t> {
   }
 };
 
-template <>
-struct ScaledCodes<bfloat16_t> {
+template <class C>
+struct ScaledCodes<bfloat16_t, C> {
   struct Factor {
     float value;
     uint32_t pair;
@@ -194,9 +202,9 @@ struct ScaledCodes<bfloat16_t> {
   uint32_t offsets;
 
   ScaledCodes() = default;
-  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
+  __device__ __forceinline__ ScaledCodes(const Group<C>& group, const Factor& factor)
       : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
-    if constexpr (kIsHalf<SCALE>) {
+    if constexpr (kIsHalf<typename C::Scale>) {
       // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, a second one the lower three. Both
       // products with q - z are exact, so only their sum is rounded.
       uint32_t heads[2], tails[2];
@@ -211,7 +219,7 @@ struct ScaledCodes<bfloat16_t> {
     } else {
       scales = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
     }
-    if constexpr (kZeros == Zeros::kOffset) offsets = Codes<bfloat16_t>::multiply(group.offsets, factor.pair);
+    if constexpr (C::kZeros == Zeros::kOffset) offsets = Codes<bfloat16_t>::multiply(group.offsets, factor.pair);
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
     ExactCodes<bfloat16_t>::convert(a, word, zeros);
@@ -225,10 +233,10 @@ struct ScaledCodes<bfloat16_t> {
  private:
   template <int UPPER>
   __device__ __forceinline__ void scale(uint32_t& pair) const {
-    if constexpr (kIsHalf<SCALE>) {
+    if constexpr (kIsHalf<typename C::Scale>) {
       const uint32_t tail = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scale_tails));
       pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), tail);
-    } else if constexpr (kZeros == Zeros::kOffset) {
+    } else if constexpr (C::kZeros == Zeros::kOffset) {
       pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
     } else {
       pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scales));

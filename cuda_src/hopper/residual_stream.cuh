@@ -29,36 +29,21 @@
 #pragma once
 
 #include "ptx/prefetch.cuh"
-#include "common/positions.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
-// The additional kernel parameters of a fused GEMM.
-#if ADD_TO_STREAM || RMS_NORM_X
-#define FUSION_PARAMETERS                                                                                        \
-  float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms, \
-      POSITIONS_PARAMETER
-#define FUSION_ARGUMENTS h, norm_weight, square_sums, previous_inverse_rms, inverse_rms, POSITIONS_ARGUMENT
-#else
-#define FUSION_PARAMETERS
-#define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
-#endif
-#if ADD_TO_STREAM
-#define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
-#define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_up_offset
-#define NEXT_WEIGHT_ARGUMENTS next_weight, next_share_bytes, next_up_offset
-#else
-#define NEXT_WEIGHT_PARAMETER
-#define NEXT_WEIGHT_SCALARS
-#define NEXT_WEIGHT_ARGUMENTS nullptr, 0, 0
-#endif
-
-constexpr bool kAddsToStream = ADD_TO_STREAM;
-constexpr bool kRmsNormsX = RMS_NORM_X;
-constexpr bool kOrdersY = ORDER_OUT;
 constexpr float kHeadroom = 0.015625f;    // 2^-6: y stays in float16's range if the RMS of a row grows up to 64x
 constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes, eight columns each
 
+// What is fused, with the host's constants as FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT>.
+template <bool kAdds, bool kNorms, bool kOrders>
+struct FusionOptions {
+  static constexpr bool kAddsToStream = kAdds;
+  static constexpr bool kRmsNormsX = kNorms;
+  static constexpr bool kOrdersY = kOrders;
+};
+
+template <bool kOrdersY>
 struct ResidualStream {
   float* h;
   const float* norm_weight;

@@ -11,7 +11,7 @@
 //     __device__ __forceinline__ uint32_t x(int stage_idx) const { return XStages::at(begin, stage_idx); }
 //     __device__ __forceinline__ Pipeline<kStages, Barriers::kBegin> pipeline() const { return {begin}; }
 //   };
-//   ASSERT_SHARED_BYTES(SharedStorage);
+//   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
 //
 // The host computes the size from the configuration and passes it as the constant SHARED_BYTES; the kernel does not
 // compile if kBytes differs.
@@ -32,5 +32,5 @@ struct SharedArray {
   }
 };
 
-#define ASSERT_SHARED_BYTES(STORAGE) \
-  static_assert(STORAGE::kBytes == SHARED_BYTES, "SharedStorage and shared_bytes of the host's configuration differ")
+#define ASSERT_SHARED_BYTES(STORAGE, HOST_BYTES) \
+  static_assert(STORAGE::kBytes == HOST_BYTES, "SharedStorage and shared_bytes of the host's configuration differ")

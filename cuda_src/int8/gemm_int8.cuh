@@ -31,15 +31,16 @@
 #include "ptx/mma_s8.cuh"
 
 using int8_t = signed char;
-constexpr int kBits = BITS;
 constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
 constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
 // Return the low or the high nibbles of four bytes, each moved to the half of its byte that mma needs: the high half
 // for int8, the low half for FP8.
+template <bool kFp8>
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
   return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
 }
+template <bool kFp8>
 __device__ __forceinline__ uint32_t high_nibbles(uint32_t word) {
   return kFp8 ? (word >> 4) & kLowNibbles : word & kHighNibbles;
 }
@@ -82,12 +83,14 @@ __device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as
 __device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {
   return fmaf(product, x_scale * scale, sum);
 }
+template <class C>
 __device__ __forceinline__ float add_offsets(float sum, float row, float x_offset, float offset, float column) {
-  if constexpr (kWeightOffset) sum = fmaf(row, offset, sum);
-  if constexpr (kXOffset) sum = fmaf(x_offset, column, sum);
+  if constexpr (C::kWeightOffset) sum = fmaf(row, offset, sum);
+  if constexpr (C::kXOffset) sum = fmaf(x_offset, column, sum);
   return sum;
 }
-__device__ __forceinline__ float row_term(float x_scale, Product x_sum, float x_offset, int columns) {
+template <class C>
+__device__ __forceinline__ float row_term(float x_scale, typename C::Product x_sum, float x_offset, int columns) {
   const float term = x_scale * static_cast<float>(x_sum);
-  return kXOffset ? fmaf(static_cast<float>(columns), x_offset, term) : term;
+  return C::kXOffset ? fmaf(static_cast<float>(columns), x_offset, term) : term;
 }

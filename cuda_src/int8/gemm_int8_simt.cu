@@ -6,6 +6,9 @@
 // and W at a time, all of one quantization block, in words of four codes.
 #include "int8/gemm_int8.cuh"
 
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
+                ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET> {};
+constexpr int kBits = BITS;
 constexpr bool kAligned = ALIGNED;
 constexpr int kTile = 64;
 constexpr int kStep = 32;
@@ -50,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const uint32_t word = weight_part.values[i];
-            weight_part.values[i] = load_k < 16 ? low_nibbles(word) : high_nibbles(word);
+            weight_part.values[i] = load_k < 16 ? low_nibbles<Config::kFp8>(word) : high_nibbles<Config::kFp8>(word);
           }
         }
       }
@@ -105,23 +108,24 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const float* of_column = parameters + static_cast<int64_t>(b) * n_padded + n_begin + tn + 16 * j;
       const int64_t plane = static_cast<int64_t>(blocks) * n_padded;
       scale[j] = of_column[0];
-      offset[j] = kWeightOffset ? of_column[plane] : 0.0f;
-      column[j] = kXOffset ? of_column[2 * plane] : 0.0f;
+      offset[j] = Config::kWeightOffset ? of_column[plane] : 0.0f;
+      column[j] = Config::kXOffset ? of_column[2 * plane] : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t at = static_cast<int64_t>(min(m_begin + tm + 16 * i, m - 1)) * blocks + b;
-      const float of_x = kXOffset ? x_offset[at] : 0.0f;
-      const float row = kWeightOffset ? row_term(x_scale[at], x_sums[at], of_x, block_end - block_begin) : 0.0f;
+      const float of_x = Config::kXOffset ? x_offset[at] : 0.0f;
+      const float row =
+          Config::kWeightOffset ? row_term<Config>(x_scale[at], x_sums[at], of_x, block_end - block_begin) : 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         accumulators[i][j] = add_block(accumulators[i][j], static_cast<float>(products[i][j]), x_scale[at], scale[j]);
-        accumulators[i][j] = add_offsets(accumulators[i][j], row, of_x, offset[j], column[j]);
+        accumulators[i][j] = add_offsets<Config>(accumulators[i][j], row, of_x, offset[j], column[j]);
       }
     }
   }
 
-  const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
+  const Epilogue<Y, Config> epilogue{bias, nullptr, low, high, n, 0};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll

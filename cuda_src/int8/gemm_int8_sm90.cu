@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM of 8-bit rows A and a weight W with one byte per code, with wgmma on sm_90a, for 64 rows and more:
+// GEMM of 8-bit rows x and a weight W with one byte per code, with wgmma on sm_90a, for 64 rows and more:
 //
-//   y[m, n] = activation(sum over quantization blocks b of A_b[m] . W_b[n] + bias[n])
+//   y[m, n] = activation(sum over quantization blocks b of x_b[m] . W_b[n] + bias[n])
 //
 // The scales and offsets of a block are those of gemm_int8.cuh. The int32 products of each block are scaled and added
 // to float32 accumulators in registers.
@@ -17,7 +17,7 @@
 //   y           Y [m, n], row stride ldy; `aligned`: whether the rows of y start at multiples of 16 bytes
 //
 // Limits: k % 16 == 0; block_size is 32, 64, a multiple of 128, or k. X_BLOCKS is the number of blocks per 128 columns
-// of A and W.
+// of x and W.
 //
 // W is operand A of wgmma and x is operand B, so the accumulators hold y^T: 64 columns by 64 rows of y. A 4-bit code
 // takes one byte, because wgmma reads bytes from shared memory; operand A in registers would stall a warp until the
@@ -45,14 +45,34 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
+                ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET> {
+  using T = Y;  // type of y
+  static constexpr bool kRowScales = ROW_SCALES;
+  static constexpr int kXBlocks = X_BLOCKS;
+  static constexpr int kStages = STAGES;
+  static constexpr int kClusterSize = CLUSTER;
+  static constexpr int kSplitK = SPLIT_K;
+  static constexpr int kM64Tiles = M64_TILES;
+  // True if the warpgroups divide the columns of a CTA tile, and each computes kBlockM rows; false if they divide the rows,
+  // 64 per warpgroup. wgmma with N = 128 reads less shared memory than two with N = 64; int8 uses N = 64, as it converts
+  // its accumulators to float32.
+  static constexpr bool kHasAllRows = HAS_ALL_ROWS;
+  static constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
+  static constexpr int kSharedBytes = SHARED_BYTES;
+};
+using Kernel = GemmInt8Sm90<Config>;
+
 // The role of the producer warp, which copies xq and the codes and parameters of the weight.
-__device__ __forceinline__ void produce(const SharedStorage& shared, const TensorMap* w_map, const uint8_t* parameters,
-                                        const TensorMap* x_map, int m_blocks, int n_blocks, int m, int n, int k) {
+template <class C>
+__device__ __forceinline__ void produce(const typename C::SharedStorage& shared, const TensorMap* w_map,
+                                        const uint8_t* parameters, const TensorMap* x_map, int m_blocks, int n_blocks,
+                                        int m, int n, int k) {
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
-  const int rank = cluster_rank<kClusterSize>();
-  const int k_tiles = ceil_div(k, kBlockK);
-  const KTiles mine(k);
+  const int rank = cluster_rank<C::kClusterSize>();
+  const int k_tiles = ceil_div(k, C::kBlockK);
+  const KTiles<C> mine(k);
   if (lane == 0) {
     ptx::prefetch_tensormap(x_map);
     ptx::prefetch_tensormap(w_map);
@@ -61,27 +81,27 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   auto copy_weight = [&](const TileCoordinates& tile, int k_tile, int stage_idx) {
     const uint32_t full_barrier = pipeline.full_barrier(stage_idx);
     if (lane == 0) {
-      ptx::mbarrier_arrive_expect_tx(full_barrier, SharedStorage::X::kBytes / kStages +
-                                                       SharedStorage::Codes::kBytes / kStages +
-                                                       SharedStorage::Parameters::kBytes / kStages);
+      ptx::mbarrier_arrive_expect_tx(full_barrier, C::SharedStorage::X::kBytes / C::kStages +
+                                                       C::SharedStorage::Codes::kBytes / C::kStages +
+                                                       C::SharedStorage::Parameters::kBytes / C::kStages);
     }
     __syncwarp();
-    if (lane < kM64Tiles) {
+    if (lane < C::kM64Tiles) {
       // For m64 tiles past n, the parameters of the last m64 tile are copied; the results are not stored.
-      const int64_t n64_block = min(tile.n_block * kM64Tiles + lane, ceil_div(n, 64) - 1);
-      ptx::cp_async_bulk(shared.parameters(stage_idx) + lane * kParameterTileBytes,
-                         parameters + (n64_block * k_tiles + k_tile) * kParameterTileBytes, kParameterTileBytes,
+      const int64_t n64_block = min(tile.n_block * C::kM64Tiles + lane, ceil_div(n, 64) - 1);
+      ptx::cp_async_bulk(shared.parameters(stage_idx) + lane * C::kParameterTileBytes,
+                         parameters + (n64_block * k_tiles + k_tile) * C::kParameterTileBytes, C::kParameterTileBytes,
                          full_barrier);
-    } else if (lane == kM64Tiles) {
-      tma_multicast_3d<kClusterSize>(shared.codes(stage_idx) + rank * (kBlockN * kBlockK / kClusterSize), w_map,
-                                     k_tile * kBlockK, tile.n_block * kBlockN + rank * (kBlockN / kClusterSize), 0,
-                                     full_barrier);
+    } else if (lane == C::kM64Tiles) {
+      tma_multicast_3d<C::kClusterSize>(
+          shared.codes(stage_idx) + rank * (C::kBlockN * C::kBlockK / C::kClusterSize), w_map, k_tile * C::kBlockK,
+          tile.n_block * C::kBlockN + rank * (C::kBlockN / C::kClusterSize), 0, full_barrier);
     }
   };
-  State state = State::producer();
-  TileScheduler scheduler(m_blocks, n_blocks);
+  auto state = C::State::producer();
+  TileScheduler<C> scheduler(m_blocks, n_blocks);
   // The weight does not depend on the preceding kernel.
-  const int early = scheduler.is_valid() ? min(kStages, mine.end - mine.begin) : 0;
+  const int early = scheduler.is_valid() ? min(C::kStages, mine.end - mine.begin) : 0;
   for (int i = 0; i < early; ++i) copy_weight(scheduler.tile(), mine.begin + i, i);
   ptx::griddepcontrol_wait();
   int copied = early;  // number of coming k tiles whose weight has been copied
@@ -95,8 +115,8 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
         copy_weight(tile, k_tile, state.stage_idx);
       }
       if (lane == 0) {
-        ptx::cp_async_bulk_tensor_3d(shared.x(state.stage_idx), x_map, k_tile * kBlockK,
-                                     tile_row_begin<kBlockM>(tile.m_block, m), 0,
+        ptx::cp_async_bulk_tensor_3d(shared.x(state.stage_idx), x_map, k_tile * C::kBlockK,
+                                     tile_row_begin<C::kBlockM>(tile.m_block, m), 0,
                                      pipeline.full_barrier(state.stage_idx));
       }
       state.advance();
@@ -106,40 +126,42 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
 }
 
 // The role of the warps that copy the parameters of x: each lane copies those of two adjacent rows.
-__device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared, uint8_t* memory, const float* x_scale,
-                                                     const float* x_offset, const Product* x_sums, int m_blocks,
-                                                     int n_blocks, int m, int k, int block_size) {
+template <class C>
+__device__ __forceinline__ void produce_x_parameters(const typename C::SharedStorage& shared, uint8_t* memory,
+                                                     const float* x_scale, const float* x_offset,
+                                                     const typename C::Product* x_sums, int m_blocks, int n_blocks,
+                                                     int m, int k, int block_size) {
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
-  const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kXParameterWarps) + lane * 2;
+  const int local_row = (threadIdx.x / 32 - C::kConsumerWarps - 1) * (C::kBlockM / C::kXParameterWarps) + lane * 2;
   const int blocks = ceil_div(k, block_size);
   // A span is the part of a stage that shares one set of parameters: all 128 k, or one quantization block if a stage
   // holds several.
-  const KTiles mine(k);
-  const int spans = mine.end * kXBlocks;
-  const int block_spans = kXBlocks == 1 ? max(block_size / kBlockK, 1) : 1;
+  const KTiles<C> mine(k);
+  const int spans = mine.end * C::kXBlocks;
+  const int block_spans = C::kXBlocks == 1 ? max(block_size / C::kBlockK, 1) : 1;
   ptx::griddepcontrol_wait();
-  State state = State::producer();
-  for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
-    const int row = tile_row_begin<kBlockM>(scheduler.tile().m_block, m) + local_row;
+  auto state = C::State::producer();
+  for (TileScheduler<C> scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
+    const int row = tile_row_begin<C::kBlockM>(scheduler.tile().m_block, m) + local_row;
     const int rows[2] = {min(row, m - 1), min(row + 1, m - 1)};
     float row_scales[2];
-    if constexpr (kRowScales) {
+    if constexpr (C::kRowScales) {
 #pragma unroll
       for (int v = 0; v < 2; ++v) row_scales[v] = x_scale[rows[v]];
     }
-    int block = mine.begin * kXBlocks / block_spans;
-    int span_in_block = mine.begin * kXBlocks % block_spans;
-    for (int begin = mine.begin * kXBlocks; begin < spans; begin += kLoadedSpans) {
-      Vector<float, 2> values[kLoadedSpans][kParameters];
+    int block = mine.begin * C::kXBlocks / block_spans;
+    int span_in_block = mine.begin * C::kXBlocks % block_spans;
+    for (int begin = mine.begin * C::kXBlocks; begin < spans; begin += C::kLoadedSpans) {
+      Vector<float, 2> values[C::kLoadedSpans][C::kParameters];
 #pragma unroll
-      for (int i = 0; i < kLoadedSpans; ++i) {
+      for (int i = 0; i < C::kLoadedSpans; ++i) {
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
           const int64_t source = static_cast<int64_t>(rows[v]) * blocks + min(block, blocks - 1);
-          values[i][0].values[v] = kRowScales ? row_scales[v] : x_scale[source];
-          if constexpr (kWeightOffset) values[i][kOffsetParameter].values[v] = static_cast<float>(x_sums[source]);
-          if constexpr (kXOffset) values[i][kSumParameter].values[v] = x_offset[source];
+          values[i][0].values[v] = C::kRowScales ? row_scales[v] : x_scale[source];
+          if constexpr (C::kWeightOffset) values[i][C::kOffsetParameter].values[v] = static_cast<float>(x_sums[source]);
+          if constexpr (C::kXOffset) values[i][C::kSumParameter].values[v] = x_offset[source];
         }
         if (++span_in_block == block_spans) {
           span_in_block = 0;
@@ -147,22 +169,22 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
         }
       }
 #pragma unroll
-      for (int i = 0; i < kLoadedSpans; ++i) {
+      for (int i = 0; i < C::kLoadedSpans; ++i) {
         if (begin + i == spans) break;
-        const int b = (begin + i) % kXBlocks;
-        auto* target =
-            reinterpret_cast<float*>(memory + SharedStorage::XParameters::kBegin + state.stage_idx * kXParameterBytes) +
-            local_row;
+        const int b = (begin + i) % C::kXBlocks;
+        auto* target = reinterpret_cast<float*>(memory + C::SharedStorage::XParameters::kBegin +
+                                                state.stage_idx * C::kXParameterBytes) +
+                       local_row;
         if (b == 0) pipeline.producer_acquire(state);
-        if constexpr (kWeightOffset && !kFp8) {
+        if constexpr (C::kWeightOffset && !C::kFp8) {
 #pragma unroll
-          for (int v = 0; v < 2; ++v) values[i][kOffsetParameter].values[v] *= values[i][0].values[v];
+          for (int v = 0; v < 2; ++v) values[i][C::kOffsetParameter].values[v] *= values[i][0].values[v];
         }
 #pragma unroll
-        for (int parameter = 0; parameter < kParameters; ++parameter) {
-          store<true>(target + (b * kParameters + parameter) * kBlockM, values[i][parameter]);
+        for (int parameter = 0; parameter < C::kParameters; ++parameter) {
+          store<true>(target + (b * C::kParameters + parameter) * C::kBlockM, values[i][parameter]);
         }
-        if (b == kXBlocks - 1) {
+        if (b == C::kXBlocks - 1) {
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(pipeline.full_barrier(state.stage_idx));
           state.advance();
@@ -173,133 +195,137 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   __syncwarp();
 }
 
-template <bool FIRST, class T>
-__device__ __forceinline__ void wgmma(T (&d)[kAccumulators], uint64_t a, uint64_t b) {
-  if constexpr (kFp8) {
+template <class C, bool FIRST, class T>
+__device__ __forceinline__ void wgmma(T (&d)[C::kAccumulators], uint64_t a, uint64_t b) {
+  if constexpr (C::kFp8) {
     FIRST ? ptx::wgmma_e4m3_first(d, a, b) : ptx::wgmma_e4m3(d, a, b);
   } else {
     FIRST ? ptx::wgmma_s8_first(d, a, b) : ptx::wgmma_s8(d, a, b);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm_int8_sm90(const float* x_scale, const float* x_offset, const Product* x_sums, const uint8_t* parameters,
-                   const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map,
-                   const __grid_constant__ TensorMap w_map, int m, int n, int k, int block_size, int m_blocks,
-                   int n_blocks, int ldy, int aligned, float low, float high) {
+// The arguments are those of the kernel.
+template <class C>
+__device__ __forceinline__ void gemm_int8_sm90_tiles(const float* x_scale, const float* x_offset,
+                                                     const typename C::Product* x_sums, const uint8_t* parameters,
+                                                     const typename C::Bias* bias, typename C::T* y,
+                                                     const TensorMap* x_map, const TensorMap* w_map, int m, int n,
+                                                     int k, int block_size, int m_blocks, int n_blocks, int ldy,
+                                                     int aligned, float low, float high) {
+  using T = typename C::T;
   extern __shared__ __align__(1024) uint8_t memory[];
-  const SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  const typename C::SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  if (warp == kConsumerWarps && lane < kStages) {
-    pipeline.init_stage(lane, 1 + kXParameterWarps, kConsumerWarps * kClusterSize);
+  if (warp == C::kConsumerWarps && lane < C::kStages) {
+    pipeline.init_stage(lane, 1 + C::kXParameterWarps, C::kConsumerWarps * C::kClusterSize);
     ptx::fence_mbarrier_init();
   }
-  cluster_sync_after_init<kClusterSize * kSplitK>();
+  cluster_sync_after_init<C::kClusterSize * C::kSplitK>();
   ptx::griddepcontrol_launch_dependents();
-  if (warp < kConsumerWarps) {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
+  if (warp < C::kConsumerWarps) {
+    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int thread = threadIdx.x % 128;
-    const int first_row = kHasAllRows ? 0 : warpgroup * kWarpgroupM;           // of the tile
-    const int first_m64_tile = kHasAllRows ? warpgroup * kWarpgroupTiles : 0;  // of the tile
-    const KTiles mine(k);
-    const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
+    const int first_row = C::kHasAllRows ? 0 : warpgroup * C::kWarpgroupM;           // of the tile
+    const int first_m64_tile = C::kHasAllRows ? warpgroup * C::kWarpgroupTiles : 0;  // of the tile
+    const KTiles<C> mine(k);
+    const Epilogue<T, C> epilogue{bias, nullptr, low, high, n, 0};
 
     auto load_weight_parameter = [&](int stage_idx, int b, int tile, int parameter) {
       const auto* source =
-          reinterpret_cast<const float*>(memory + SharedStorage::Parameters::kBegin +
-                                         (stage_idx * kM64Tiles + first_m64_tile + tile) * kParameterTileBytes);
+          reinterpret_cast<const float*>(memory + C::SharedStorage::Parameters::kBegin +
+                                         (stage_idx * C::kM64Tiles + first_m64_tile + tile) * C::kParameterTileBytes);
       Vector<float, 2> values;
-      load<true>(values, source + ((b * kParameters + parameter) * 32 + thread / 4) * 2);
+      load<true>(values, source + ((b * C::kParameters + parameter) * 32 + thread / 4) * 2);
       return values;
     };
     auto load_x_parameter = [&](int stage_idx, int b, int parameter, int j) {
-      const auto* source =
-          reinterpret_cast<const float*>(memory + SharedStorage::XParameters::kBegin + stage_idx * kXParameterBytes);
+      const auto* source = reinterpret_cast<const float*>(memory + C::SharedStorage::XParameters::kBegin +
+                                                          stage_idx * C::kXParameterBytes);
       Vector<float, 2> values;
-      load<true>(values, source + (b * kParameters + parameter) * kBlockM + first_row + j * 8 + lane % 4 * 2);
+      load<true>(values, source + (b * C::kParameters + parameter) * C::kBlockM + first_row + j * 8 + lane % 4 * 2);
       return values;
     };
     // Releases a stage in every CTA of the cluster, because multicast copies from all CTAs have filled the stage.
     auto release = [&](int stage_idx) {
       __syncwarp();
-      if constexpr (kClusterSize == 1) {
+      if constexpr (C::kClusterSize == 1) {
         if (lane == 0) ptx::mbarrier_arrive(pipeline.empty_barrier(stage_idx));
       } else {
-        if (lane < kClusterSize) ptx::mbarrier_arrive_cluster(ptx::mapa(pipeline.empty_barrier(stage_idx), lane));
+        if (lane < C::kClusterSize) ptx::mbarrier_arrive_cluster(ptx::mapa(pipeline.empty_barrier(stage_idx), lane));
       }
     };
 
-    State state = State::consumer();
-    for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
-      float accumulators[kWarpgroupTiles][kAccumulators] = {};
-      Product products[kProductSets][kAccumulators];
-      Vector<float, 2> x_scales[kAccumulators / 4];
+    auto state = C::State::consumer();
+    for (TileScheduler<C> scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
+      float accumulators[C::kWarpgroupTiles][C::kAccumulators] = {};
+      typename C::Product products[C::kProductSets][C::kAccumulators];
+      Vector<float, 2> x_scales[C::kAccumulators / 4];
       int b = 0;  // index of the quantization block in the stage
       auto start = [&](int tile) {
         const uint64_t w_begin =
-            ptx::wgmma_descriptor(shared.codes(state.stage_idx) + (first_m64_tile + tile) * (64 * kBlockK)) +
-            b * kBlockSteps * 2;
+            ptx::wgmma_descriptor(shared.codes(state.stage_idx) + (first_m64_tile + tile) * (64 * C::kBlockK)) +
+            b * C::kBlockSteps * 2;
         const uint64_t x_begin =
-            ptx::wgmma_descriptor(shared.x(state.stage_idx) + first_row * kBlockK) + b * kBlockSteps * 2;
+            ptx::wgmma_descriptor(shared.x(state.stage_idx) + first_row * C::kBlockK) + b * C::kBlockSteps * 2;
         ptx::wgmma_fence();
-        wgmma<true>(products[tile % kProductSets], w_begin, x_begin);
+        wgmma<C, true>(products[tile % C::kProductSets], w_begin, x_begin);
 #pragma unroll
-        for (int s = 1; s < kBlockSteps; ++s) {
-          wgmma<false>(products[tile % kProductSets], w_begin + s * 2, x_begin + s * 2);
+        for (int s = 1; s < C::kBlockSteps; ++s) {
+          wgmma<C, false>(products[tile % C::kProductSets], w_begin + s * 2, x_begin + s * 2);
         }
         ptx::wgmma_commit_group();
       };
       auto load_x_scales = [&](int stage_idx, int block) {
 #pragma unroll
-        for (int j = 0; j < kAccumulators / 4; ++j) x_scales[j] = load_x_parameter(stage_idx, block, 0, j);
+        for (int j = 0; j < C::kAccumulators / 4; ++j) x_scales[j] = load_x_parameter(stage_idx, block, 0, j);
       };
       pipeline.consumer_wait(state);
       start(0);
-      if constexpr (!kRowScales) load_x_scales(state.stage_idx, b);
+      if constexpr (!C::kRowScales) load_x_scales(state.stage_idx, b);
       ptx::wgmma_wait_group<0>();
-      for (int blocks_left = (mine.end - mine.begin) * kXBlocks; blocks_left > 0; --blocks_left) {
+      for (int blocks_left = (mine.end - mine.begin) * C::kXBlocks; blocks_left > 0; --blocks_left) {
         const int stage_idx = state.stage_idx;
         const int block = b;
 #pragma unroll
-        for (int i = 0; i < kWarpgroupTiles; ++i) {
-          const bool is_last = i == kWarpgroupTiles - 1;
-          Vector<float, 2> weight_parameters[kParameters];
+        for (int i = 0; i < C::kWarpgroupTiles; ++i) {
+          const bool is_last = i == C::kWarpgroupTiles - 1;
+          Vector<float, 2> weight_parameters[C::kParameters];
 #pragma unroll
-          for (int parameter = 0; parameter < kParameters; ++parameter) {
+          for (int parameter = 0; parameter < C::kParameters; ++parameter) {
             weight_parameters[parameter] = load_weight_parameter(stage_idx, block, i, parameter);
           }
           auto start_next = [&] {
-            if (is_last && ++b == kXBlocks) {
+            if (is_last && ++b == C::kXBlocks) {
               b = 0;
               state.advance();
             }
             if (!is_last || blocks_left > 1) {
               if (is_last && b == 0) pipeline.consumer_wait(state);
-              start((i + 1) % kWarpgroupTiles);
+              start((i + 1) % C::kWarpgroupTiles);
             }
           };
-          if constexpr (kProductSets > 1) start_next();
+          if constexpr (C::kProductSets > 1) start_next();
           // This condition is always true. The branch keeps all scaling before the wait for the next products; without
           // it, the compiler moves half of the scaling after the wait.
           if (m > 0) {
 #pragma unroll
-            for (int j = 0; j < kAccumulators / 4; ++j) {
-              const Vector<float, 2> x_scale = kXOffset ? load_x_parameter(stage_idx, block, 0, j) : x_scales[j];
+            for (int j = 0; j < C::kAccumulators / 4; ++j) {
+              const Vector<float, 2> x_scale = C::kXOffset ? load_x_parameter(stage_idx, block, 0, j) : x_scales[j];
 #pragma unroll
               for (int v = 0; v < 4; ++v) {
-                const auto product = static_cast<float>(products[i % kProductSets][j * 4 + v]);
+                const auto product = static_cast<float>(products[i % C::kProductSets][j * 4 + v]);
                 const float scale = weight_parameters[0].values[v / 2];
                 float& sum = accumulators[i][j * 4 + v];
-                sum = kRowScales ? fmaf(product, scale, sum) : fmaf(product * scale, x_scale.values[v % 2], sum);
+                sum = C::kRowScales ? fmaf(product, scale, sum) : fmaf(product * scale, x_scale.values[v % 2], sum);
               }
             }
 #pragma unroll
-            for (int parameter = 1; parameter < kParameters; ++parameter) {
+            for (int parameter = 1; parameter < C::kParameters; ++parameter) {
 #pragma unroll
-              for (int j = 0; j < kAccumulators / 4; ++j) {
+              for (int j = 0; j < C::kAccumulators / 4; ++j) {
                 const Vector<float, 2> x_values = load_x_parameter(stage_idx, block, parameter, j);
 #pragma unroll
                 for (int v = 0; v < 4; ++v) {
@@ -309,55 +335,65 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               }
             }
           }
-          if constexpr (kProductSets == 1) start_next();
-          if (is_last && b == 0 && (!kRowScales || blocks_left > 1)) release(stage_idx);
-          if (!kRowScales && is_last && blocks_left > 1) load_x_scales(state.stage_idx, b);
+          if constexpr (C::kProductSets == 1) start_next();
+          if (is_last && b == 0 && (!C::kRowScales || blocks_left > 1)) release(stage_idx);
+          if (!C::kRowScales && is_last && blocks_left > 1) load_x_scales(state.stage_idx, b);
           ptx::wgmma_wait_group<0>();
         }
       }
-      if constexpr (kRowScales) {
+      if constexpr (C::kRowScales) {
         // All stages have the scales of the rows.
         load_x_scales(state.previous_stage(), 0);
         release(state.previous_stage());
 #pragma unroll
-        for (int v = 0; v < kWarpgroupTiles * kAccumulators; ++v) {
-          accumulators[v / kAccumulators][v % kAccumulators] *= x_scales[v % kAccumulators / 4].values[v % 2];
+        for (int v = 0; v < C::kWarpgroupTiles * C::kAccumulators; ++v) {
+          accumulators[v / C::kAccumulators][v % C::kAccumulators] *= x_scales[v % C::kAccumulators / 4].values[v % 2];
         }
       }
-      if constexpr (kSplitK == 1) {
-        store_tile(memory, reinterpret_cast<const OwnedAccumulators&>(accumulators), scheduler.tile(), epilogue, y, m,
-                   n, ldy, aligned != 0, 0);
+      if constexpr (C::kSplitK == 1) {
+        store_tile<C>(memory, reinterpret_cast<const typename C::OwnedAccumulators&>(accumulators), scheduler.tile(),
+                      epilogue, y, m, n, ldy, aligned != 0, 0);
       } else {
         // The accumulators in the order [owner][m64 tile][octet].
-        float ordered[kWarpgroupTiles * kAccumulators];
+        float ordered[C::kWarpgroupTiles * C::kAccumulators];
 #pragma unroll
-        for (int v = 0; v < kWarpgroupTiles * kAccumulators; ++v) {
-          const int owner = v / (kWarpgroupTiles * kOwnedOctets * 4);
-          const int i = v / (kOwnedOctets * 4) % kWarpgroupTiles;
-          ordered[v] = accumulators[i][owner * kOwnedOctets * 4 + v % (kOwnedOctets * 4)];
+        for (int v = 0; v < C::kWarpgroupTiles * C::kAccumulators; ++v) {
+          const int owner = v / (C::kWarpgroupTiles * C::kOwnedOctets * 4);
+          const int i = v / (C::kOwnedOctets * 4) % C::kWarpgroupTiles;
+          ordered[v] = accumulators[i][owner * C::kOwnedOctets * 4 + v % (C::kOwnedOctets * 4)];
         }
         // All CTAs have finished reading their stages, so the partial sums can overwrite them.
-        cluster_sync<kSplitK>();
-        OwnedAccumulators totals;
-        const int rank = cluster_rank<kSplitK>();
-        reduce_scatter_groups<kSplitK, kWarpgroups, kWarpgroupTiles * kOctets, kWarpgroupTiles * kOwnedOctets>(
-            reinterpret_cast<float (&)[kWarpgroupTiles * kOwnedOctets * 4]>(totals), ordered, memory, shared.begin,
-            rank, warpgroup);
-        store_tile(memory, totals, scheduler.tile(), epilogue, y, m, n, ldy, aligned != 0, rank * kOwnedOctets);
+        cluster_sync<C::kSplitK>();
+        typename C::OwnedAccumulators totals;
+        const int rank = cluster_rank<C::kSplitK>();
+        reduce_scatter_groups<C::kSplitK, C::kWarpgroups, C::kWarpgroupTiles * C::kOctets,
+                              C::kWarpgroupTiles * C::kOwnedOctets>(
+            reinterpret_cast<float (&)[C::kWarpgroupTiles * C::kOwnedOctets * 4]>(totals), ordered, memory,
+            shared.begin, rank, warpgroup);
+        store_tile<C>(memory, totals, scheduler.tile(), epilogue, y, m, n, ldy, aligned != 0, rank * C::kOwnedOctets);
       }
     }
-    cluster_sync_before_exit<kClusterSize>();
+    cluster_sync_before_exit<C::kClusterSize>();
   } else {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == kConsumerWarps) {
-      produce(shared, &w_map, parameters, &x_map, m_blocks, n_blocks, m, n, k);
-    } else if (warp <= kConsumerWarps + kXParameterWarps) {
-      produce_x_parameters(shared, memory, x_scale, x_offset, x_sums, m_blocks, n_blocks, m, k, block_size);
+    ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    if (warp == C::kConsumerWarps) {
+      produce<C>(shared, w_map, parameters, x_map, m_blocks, n_blocks, m, n, k);
+    } else if (warp <= C::kConsumerWarps + C::kXParameterWarps) {
+      produce_x_parameters<C>(shared, memory, x_scale, x_offset, x_sums, m_blocks, n_blocks, m, k, block_size);
     }
-    if constexpr (kSplitK > 1) {
-      cluster_sync<kSplitK>();
-      cluster_sync<kSplitK>();
+    if constexpr (C::kSplitK > 1) {
+      cluster_sync<C::kSplitK>();
+      cluster_sync<C::kSplitK>();
     }
-    cluster_sync_before_exit<kClusterSize>();
+    cluster_sync_before_exit<C::kClusterSize>();
   }
+}
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
+    gemm_int8_sm90(const float* x_scale, const float* x_offset, const Config::Product* x_sums,
+                   const uint8_t* parameters, const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map,
+                   const __grid_constant__ TensorMap w_map, int m, int n, int k, int block_size, int m_blocks,
+                   int n_blocks, int ldy, int aligned, float low, float high) {
+  gemm_int8_sm90_tiles<Kernel>(x_scale, x_offset, x_sums, parameters, bias, y, &x_map, &w_map, m, n, k, block_size,
+                               m_blocks, n_blocks, ldy, aligned, low, high);
 }

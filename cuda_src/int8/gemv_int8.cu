@@ -21,6 +21,9 @@
 #include "common/reduce.cuh"
 #include "common/warp.cuh"
 
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
+                ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET> {};
+constexpr int kBits = BITS;
 constexpr int kRows = ROWS;
 constexpr int kWarps = WARPS;
 constexpr int kPrefetchedChunks = PREFETCHED_CHUNKS;
@@ -72,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
   const int blocks = ceil_div(k, block_size);
   const int steps = ceil_div(k, kStep);
   const int chunks = ceil_div(k, kChunk);
-  const int chunk_begin = static_cast<int>(static_cast<int64_t>(chunks) * blockIdx.z / gridDim.z) + warp;
-  const int chunk_end = static_cast<int>(static_cast<int64_t>(chunks) * (blockIdx.z + 1) / gridDim.z);
+  const int chunk_begin = slice_begin<int64_t>(chunks, blockIdx.z, gridDim.z) + warp;
+  const int chunk_end = slice_begin<int64_t>(chunks, blockIdx.z + 1, gridDim.z);
   const int64_t plane = static_cast<int64_t>(blocks) * n_padded;
 
   // Returns the index of the quantization block of a step without an integer division; exact for k < 2^27.
@@ -102,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
         load<true>(target.codes[half][i], reinterpret_cast<const uint32_t*>(codes + vector * 16));
       }
       target.scale[half] = valid ? of_block[half * 8] : 0.0f;
-      if constexpr (kWeightOffset) target.offset[half] = valid ? of_block[plane + half * 8] : 0.0f;
-      if constexpr (kXOffset) target.column[half] = valid ? of_block[2 * plane + half * 8] : 0.0f;
+      if constexpr (Config::kWeightOffset) target.offset[half] = valid ? of_block[plane + half * 8] : 0.0f;
+      if constexpr (Config::kXOffset) target.column[half] = valid ? of_block[2 * plane + half * 8] : 0.0f;
     }
   };
 
@@ -137,14 +140,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
         const int64_t at = static_cast<int64_t>(min(row, m - 1)) * blocks + b;
         scale = x_scale[at];
         if (step * kStep == b * block_size) {
-          if constexpr (kXOffset) offset = x_offset[at];
-          if constexpr (kWeightOffset)
-            row_sum = row_term(scale, x_sums[at], offset, min(block_size, k - b * block_size));
+          if constexpr (Config::kXOffset) offset = x_offset[at];
+          if constexpr (Config::kWeightOffset)
+            row_sum = row_term<Config>(scale, x_sums[at], offset, min(block_size, k - b * block_size));
         }
       }
       target.scale[row][index] = scale;
-      if constexpr (kWeightOffset) target.row[row][index] = row_sum;
-      if constexpr (kXOffset) target.offset[row][index] = offset;
+      if constexpr (Config::kWeightOffset) target.row[row][index] = row_sum;
+      if constexpr (Config::kXOffset) target.offset[row][index] = offset;
     }
   };
 
@@ -177,8 +180,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const auto& vectors = weight.codes[half];
-          a[half] = kBits == 8 ? vectors[0].values[word] : low_nibbles(vectors[0].values[word]);
-          a[half + 2] = kBits == 8 ? vectors[kVectors - 1].values[word] : high_nibbles(vectors[0].values[word]);
+          a[half] = kBits == 8 ? vectors[0].values[word] : low_nibbles<Config::kFp8>(vectors[0].values[word]);
+          a[half + 2] =
+              kBits == 8 ? vectors[kVectors - 1].values[word] : high_nibbles<Config::kFp8>(vectors[0].values[word]);
         }
         if constexpr (kTensor) {
           mma(products, a, x_words[0][0].values[word], x_words[0][1].values[word]);
@@ -196,8 +200,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
         const int row = pair + i % 2;
         float& sum = sums[half][row];
         sum = add_block(sum, magic_to_float(products[i]), x.scale[row][index], weight.scale[half]);
-        sum = add_offsets(sum, kWeightOffset ? x.row[row][index] : 0.0f, kXOffset ? x.offset[row][index] : 0.0f,
-                          kWeightOffset ? weight.offset[half] : 0.0f, kXOffset ? weight.column[half] : 0.0f);
+        sum = add_offsets<Config>(
+            sum, Config::kWeightOffset ? x.row[row][index] : 0.0f, Config::kXOffset ? x.offset[row][index] : 0.0f,
+            Config::kWeightOffset ? weight.offset[half] : 0.0f, Config::kXOffset ? weight.column[half] : 0.0f);
       }
     }
   };
@@ -237,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
   }
   if (!reduce_split_k<1, kThreads>(total, partials, counters, blockIdx.x, blockIdx.z, gridDim.z)) return;
 
-  const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
+  const Epilogue<Y, Config> epilogue{bias, nullptr, low, high, n, 0};
   const int row = threadIdx.x / kColumns;
   const int column = n_begin + threadIdx.x % kColumns;
   if (threadIdx.x < kOutputs && row < m && column < n) {

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time switches of all 8-bit GEMM kernels, and the type of a product of 8-bit operands.
+// The options of all 8-bit GEMM kernels, and the type of a product of 8-bit operands.
 #pragma once
 
 #include "common/types.cuh"
 
-constexpr bool kFp8 = FP8;
-constexpr bool kXOffset = X_OFFSET;
-constexpr bool kWeightOffset = WEIGHT_OFFSET;
-
-#if FP8
-using Product = float;
-#else
-using Product = int32_t;
-#endif
+// The options with the host's constants as ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET>.
+template <bool kIsFp8, bool kHasXOffset, bool kHasWeightOffset>
+struct ProductOptions {
+  static constexpr bool kFp8 = kIsFp8;
+  static constexpr bool kXOffset = kHasXOffset;
+  static constexpr bool kWeightOffset = kHasWeightOffset;
+  using Product = Select<kFp8, float, int32_t>;
+};

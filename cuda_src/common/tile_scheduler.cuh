@@ -1,5 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which CTAs take the tiles of y.
+// The order in which CTAs take the tiles of y, and the part of K that each computes.
+//
+// A scheduler tells a cluster (of one CTA, where there are no clusters) its work units; a work unit (`unit` in names) is
+// one tile per CTA of the cluster:
+//
+//   StaticTileScheduler      one unit: the grid has a cluster per unit
+//   PersistentTileScheduler  units round-robin, so that copies for the next unit overlap with the stores of this one
+//   StreamKTileScheduler     the same, and clusters share the k tiles of the first units, so that no SM idles at the end
+//
+// A scheduler of a grouped GEMM, whose units belong to several matrices, would return the matrix with the coordinates.
 //
 // Rasterization: tiles are numbered column by column within a band of kBandRows tile rows, and band after band. CTAs
 // that run at the same time then share a few rows of x and a few columns of the weight, which stay in L2. With 3 x 3
@@ -12,7 +21,6 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "hopper/cluster.cuh"
 
 // The number of tile rows per band; a multiple of the cluster size of gemm_int8_sm90, whose clusters have a tile row
 // per CTA.
@@ -31,8 +39,28 @@ __device__ __forceinline__ TileCoordinates rasterize(int tile_idx, int m_blocks,
   return {band * kRows + within % height, within / height};
 }
 
-// The tile scheduler of a persistent cluster of kClusterSize CTAs. A work unit (`unit` in names) is one tile per CTA of
-// the cluster; units are distributed round-robin over the clusters. Usage:
+// Returns the first of the units along K (k tiles, steps, ...) that slice `index` has, if `slices` CTAs or warps share
+// all units evenly. Units is a type that holds units * slices.
+template <class Units, class Index, class Slices>
+__device__ __forceinline__ constexpr auto slice_begin(Units units, Index index, Slices slices) {
+  return units * index / slices;
+}
+
+// The unit of a cluster of kClusterSize CTAs in a grid of (n_blocks * kClusterSize, m_blocks) CTAs. The CTAs of a cluster
+// share the tile.
+template <int kClusterSize>
+struct StaticTileScheduler {
+  static __device__ __forceinline__ TileCoordinates tile() {
+    TileCoordinates at{0, static_cast<int>(blockIdx.x / kClusterSize)};
+    if (gridDim.y > 1) {
+      const int n_blocks = gridDim.x / kClusterSize;
+      at = rasterize(blockIdx.y * n_blocks + at.n_block, gridDim.y, n_blocks);
+    }
+    return at;
+  }
+};
+
+// The tile scheduler of a persistent cluster of kClusterSize CTAs, with units from 0 to units - 1. Usage:
 //
 //   for (PersistentTileScheduler<kClusterSize> scheduler(units); scheduler.is_valid(); scheduler.advance())
 template <int kClusterSize>
@@ -110,9 +138,9 @@ struct StreamKTileScheduler {
     while (share_begin(first) > unit * k_tiles) --first;
     return first;
   }
-  // Returns the coordinates of this CTA's tile in the current unit; the tiles of a cluster are adjacent along n.
-  __device__ __forceinline__ TileCoordinates tile() const {
+  // Returns the coordinates of the tile of CTA `rank` in the current unit; the tiles of a cluster are adjacent along n.
+  __device__ __forceinline__ TileCoordinates tile(int rank) const {
     const TileCoordinates at = rasterize(unit, m_blocks, n_blocks);
-    return {at.m_block, at.n_block * kClusterSize + cluster_rank<kClusterSize>()};
+    return {at.m_block, at.n_block * kClusterSize + rank};
   }
 };

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The constants that the host gives to gemm_sm90.cu, gemm_sm90_mma.cu and gemm_sm90_mma_invariant.cu
+// (kernels/gemm/gemm_sm90.py), and the parameters of the kernels that depend on them.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "common/positions.cuh"
+#include "gemm/repacked_layout.cuh"
+#include "hopper/residual_stream.cuh"
+
+struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
+                        RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
+                        FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT> {
+  using T = X;  // type of x, the residual and y
+  static constexpr bool kAligned = ALIGNED;
+  static constexpr int kBlockM = BLOCK_M;
+  static constexpr int kWeightTiles = WEIGHT_TILES;      // number of weight tiles along n per CTA tile
+  static constexpr int kConsumers = CONSUMERS;           // number of consumers, which take turns at the stages
+  static constexpr int kConsumerWarps = CONSUMER_WARPS;  // number of warps per consumer
+  static constexpr int kStages = STAGES;
+  static constexpr int kKTiles = K_TILES;  // number of weight tiles along k per stage, copied together per tile column
+  static constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster; each computes the tile over its slice of K
+  static constexpr bool kRankOrder = RANK_ORDER;  // whether partial sums are added by rank of the CTA
+  static constexpr int kCtasPerSm = CTAS_PER_SM;
+  static constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage, or 0
+  static constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
+  // Whether the weights of all stages, or only those of the first stages (Tile::stages_ahead), are copied before
+  // griddepcontrol.wait. TMA serves copies in order, so x arrives after all weights that were copied before it. Copying
+  // the weights of all stages suits a CTA that starts long before the preceding kernel ends; a CTA that starts later
+  // needs x earlier.
+  static constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
+  // Whether the dependent kernel may start only after griddepcontrol.wait, when the preceding kernel has finished. With
+  // an earlier start, CTAs of three kernels may be resident at once: two CTAs of one kernel may then share an SM, which
+  // takes them up to twice as long, while other SMs have none.
+  static constexpr bool kStartsNextLate = START_NEXT_LATE;
+  // The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads
+  // of x queue behind the copies in flight.
+  static constexpr int kWindow = WINDOW;
+  // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
+  // if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
+  static constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
+  static constexpr int kSharedBytes = SHARED_BYTES;
+};
+
+// The additional parameters of a fused GEMM.
+#if ADD_TO_STREAM || RMS_NORM_X
+#define FUSION_PARAMETERS                                                                                        \
+  float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms, \
+      POSITIONS_PARAMETER
+#define FUSION_ARGUMENTS h, norm_weight, square_sums, previous_inverse_rms, inverse_rms, POSITIONS_ARGUMENT
+#else
+#define FUSION_PARAMETERS
+#define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
+#endif
+#if ADD_TO_STREAM
+#define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
+#define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_up_offset
+#define NEXT_WEIGHT_ARGUMENTS next_weight, next_share_bytes, next_up_offset
+#else
+#define NEXT_WEIGHT_PARAMETER
+#define NEXT_WEIGHT_SCALARS
+#define NEXT_WEIGHT_ARGUMENTS nullptr, 0, 0
+#endif

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// The constants that the host gives to gemm_int8_sm75.cu and gemm_int8_sm80.cu (kernels/int8/gemm_int8_mma.py).
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "int8/products.cuh"
+
+struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
+                ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET> {
+  using T = Y;
+  static constexpr int kBits = BITS;
+  static constexpr int kWarpsM = WARPS_M;
+  static constexpr int kWarpsN = WARPS_N;
+  static constexpr int kWarpM = WARP_M;
+  static constexpr int kStages = STAGES;
+  static constexpr int kXBlocks = X_BLOCKS;
+  static constexpr bool kShortBlocks = SHORT_BLOCKS;  // whether products are int32 and blocks have at most 256 columns
+  static constexpr bool kEven = EVEN;
+};
