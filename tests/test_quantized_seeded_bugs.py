@@ -53,10 +53,10 @@ RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "bar
 
 SEEDS = {
     "a stage is multiplied before the copies of other threads have landed": (
-        "int8/gemm_int8_mma.cuh", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
+        "int8/gemm_int8_mma.cuh", "<C::kStages - 2>();\n    __syncthreads();", "<C::kStages - 2>();", RACE,
     ),
     "the pipeline waits for one stage too few": (
-        "int8/gemm_int8_mma.cuh", "wait<kStages - 2>", "wait<kStages - 1>", ("in flight", "race"),
+        "int8/gemm_int8_mma.cuh", "wait<C::kStages - 2>", "wait<C::kStages - 1>", ("in flight", "race"),
     ),
     "every split adds the offsets of a block": (
         "int8/gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
@@ -65,8 +65,8 @@ SEEDS = {
         "int8/gemm_int8.cuh", ": (word << 4) & kHighNibbles", ": word & kHighNibbles", VALUES,
     ),
     "a block is scaled with the parameters of the preceding one": (
-        "int8/gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
-        "if (is_end && within + 1 < kXBlocks) {", VALUES,
+        "int8/gemm_int8_mma.cuh", "if (is_end && within + 1 < C::kXBlocks) {\n          ++within;",
+        "if (is_end && within + 1 < C::kXBlocks) {", VALUES,
     ),
     "x is read before the other lanes of the warp have stored it": (
         "int8/gemv_int8.cu", "      if (pair % 4 == 0) __syncwarp();\n", "", RACE,
@@ -90,32 +90,32 @@ SEEDS = {
         "int8/gemm_int8_sm90.cu", "          ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
     ),
     "a stage is read before the parameters of x have been stored": (
-        "int8/gemm_int8_sm90.cu", "pipeline.init_stage(lane, 1 + kXParameterWarps,", "pipeline.init_stage(lane, 1,",
+        "int8/gemm_int8_sm90.cu", "pipeline.init_stage(lane, 1 + C::kXParameterWarps,", "pipeline.init_stage(lane, 1,",
         ("barrier", "uninitialised"),
     ),
     "a CTA of the cluster overwrites a stage that the other one still reads": (
-        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kClusterSize);", "kConsumerWarps);", ("barrier", "barrier"),
+        "int8/gemm_int8_sm90.cu", "C::kConsumerWarps * C::kClusterSize);", "C::kConsumerWarps);", ("barrier", "barrier"),
     ),
     "partial sums overwrite stages that the other CTA still reads": (
-        "int8/gemm_int8_sm90.cu split", "        cluster_sync<kSplitK>();\n        OwnedAccumulators", "        OwnedAccumulators",
+        "int8/gemm_int8_sm90.cu split", "        cluster_sync<C::kSplitK>();\n        typename C::Owned", "        typename C::Owned",
         RACE,
     ),
     "a slice of K takes the scales of the first slice": (
-        "int8/gemm_int8_sm90.cu split", "int block = mine.begin * kXBlocks / block_spans;", "int block = 0;", VALUES,
+        "int8/gemm_int8_sm90.cu split", "int block = mine.begin * C::kXBlocks / block_spans;", "int block = 0;", VALUES,
     ),
     "the codes of a slice of K are those of the first slice": (
         "int8/gemm_int8_sm90.cu split", "for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile)",
         "for (int k_tile = 0; k_tile < mine.end - mine.begin; ++k_tile)", VALUES,
     ),
     "a CTA stores the rows of the other CTA": (
-        "int8/gemm_int8_sm90.cu split", "rank * kOwnedOctets);", "(1 - rank) * kOwnedOctets);", VALUES,
+        "int8/gemm_int8_sm90.cu split", "rank * C::kOwnedOctets);", "(1 - rank) * C::kOwnedOctets);", VALUES,
     ),
     "the last tile stores the rows of the preceding tile": (
-        "int8/gemm_int8_sm90.cuh split", "row >= tile.m_block * kBlockM && ", "", RACE,
+        "int8/gemm_int8_sm90.cuh split", "row >= tile.m_block * C::kBlockM && ", "", RACE,
     ),
     "the last tile takes the scales of rows past the end": (
-        "int8/gemm_int8_sm90.cu split", "tile_row_begin<kBlockM>(scheduler.tile().m_block, m) + local_row",
-        "scheduler.tile().m_block * kBlockM + local_row", VALUES,
+        "int8/gemm_int8_sm90.cu split", "tile_row_begin<C::kBlockM>(scheduler.tile().m_block, m) + local_row",
+        "scheduler.tile().m_block * C::kBlockM + local_row", VALUES,
     ),
     "x is copied before the preceding kernel has written it": (
         "int8/gemm_int8_sm90.cu", "  ptx::griddepcontrol_wait();\n  int copied", "  int copied", ("early", "early"),
@@ -124,18 +124,18 @@ SEEDS = {
         "int8/gemm_int8_sm90.cu", "int copied = early;", "int copied = 0;", ("race", "barrier"),
     ),
     "a CTA without a tile copies a weight": (
-        "int8/gemm_int8_sm90.cu idle", "scheduler.is_valid() ? min(kStages, mine.end - mine.begin) : 0",
-        "min(kStages, mine.end - mine.begin)", ("in flight", "nothing"),
+        "int8/gemm_int8_sm90.cu idle", "scheduler.is_valid() ? min(C::kStages, mine.end - mine.begin) : 0",
+        "min(C::kStages, mine.end - mine.begin)", ("in flight", "nothing"),
     ),
     "the last stage is refilled while the scales of rows are read": (
         "int8/gemm_int8_sm90.cu fp8", "        load_x_scales(state.previous_stage(), 0);\n        release(state.previous_stage());\n",
         "        release(state.previous_stage());\n        load_x_scales(state.previous_stage(), 0);\n", RACE,
     ),
     "a warpgroup takes the parameters of the columns of the other one": (
-        "int8/gemm_int8_sm90.cu fp8", "(stage_idx * kM64Tiles + first_m64_tile + tile)", "(stage_idx * kM64Tiles + tile)", VALUES,
+        "int8/gemm_int8_sm90.cu fp8", "(stage_idx * C::kM64Tiles + first_m64_tile + tile)", "(stage_idx * C::kM64Tiles + tile)", VALUES,
     ),
     "a warpgroup stores the columns of the other one": (
-        "int8/gemm_int8_sm90.cuh fp8", "(kHasAllRows ? warpgroup * kWarpgroupN : 0)", "(kHasAllRows ? (1 - warpgroup) * kWarpgroupN : 0)",
+        "int8/gemm_int8_sm90.cuh fp8", "(C::kHasAllRows ? warpgroup * C::kWarpgroupN : 0)", "(C::kHasAllRows ? (1 - warpgroup) * C::kWarpgroupN : 0)",
         VALUES,
     ),
     "offsets of x are multiplied by the sums of another block": (
@@ -145,10 +145,10 @@ SEEDS = {
         "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[rows[v]]", "row_scales[v] = x_scale[rows[0]]", VALUES,
     ),
     "products of float8 are not scaled with the scale of their row": (
-        "int8/gemm_int8_sm90.cu fp8", "[v % kAccumulators] *= x_scales", "[v % kAccumulators] += 0 * x_scales", VALUES,
+        "int8/gemm_int8_sm90.cu fp8", "[v % C::kAccumulators] *= x_scales", "[v % C::kAccumulators] += 0 * x_scales", VALUES,
     ),
     "rows of float8 take scales of other blocks": (
-        "int8/gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,
+        "int8/gemm_int8_mma.cuh fp8", "x_scale + (C::kFp8 ? row : at)", "x_scale + (C::kFp8 ? row / 2 : at)", VALUES,
     ),
     "low nibbles are shifted out of the mantissa of e4m3": (
         "int8/gemm_int8.cuh fp8", "kFp8 ? word & kLowNibbles :", "kFp8 ? (word << 1) & kHighNibbles :", VALUES,
@@ -180,10 +180,10 @@ SEEDS = {
         "    if constexpr (kClusterSize == 1) {", RACE,
     ),
     "a tap of the halo begins in the wrong row of the box": (
-        "conv2d/conv2d_sm90.cu", "k_chunk.fy * dilation_h * kBoxW", "k_chunk.fy * dilation_h * kTileW", VALUES,
+        "conv2d/conv2d_sm90.cu", "k_chunk.fy * dilation_h * C::kBoxW", "k_chunk.fy * dilation_h * C::kTileW", VALUES,
     ),
     "every box takes the parameters of the first channels": (
-        "conv2d/conv2d_sm90.cu", "x_state.stage_idx * kParameterBytes) +", "0 * kParameterBytes) +", VALUES,
+        "conv2d/conv2d_sm90.cu", "x_state.stage_idx * C::kParameterBytes) +", "0 * C::kParameterBytes) +", VALUES,
     ),
     "partial sums are read before other CTAs have written them": (
         "hopper/cluster_reduction.cuh", "  cluster_sync<kClusterSize>();\n", "", ("uninitialised", "race"),
@@ -207,7 +207,7 @@ SEEDS = {
         ("deadlock", "deadlock"),
     ),
     "a tap of a strided convolution reads the plane of another tap": (
-        "conv2d/conv2d_sm90_large.cu", "y_shift % PLANES_H * PLANES_W", "y_shift / PLANES_H * PLANES_W", VALUES,
+        "conv2d/conv2d_sm90_large.cu", "y_shift % C::kPlanesH * C::kPlanesW", "y_shift / C::kPlanesH * C::kPlanesW", VALUES,
     ),
     "the planes of a strided convolution start one pixel late": (
         "conv2d/conv2d_sm90_large.cu", "plane_w - lead_w", "plane_w", VALUES,
@@ -216,7 +216,7 @@ SEEDS = {
         "conv2d/conv2d_sm90_large.cu", "corner = corners[pixel_tile];", "corner = corners[0];", VALUES,
     ),
     "partial sums overwrite stages that another CTA still reads": (
-        "conv2d/conv2d_sm90_large.cu", "      cluster_sync<kSplitK>();\n      reduce_scatter",
+        "conv2d/conv2d_sm90_large.cu", "      cluster_sync<C::kSplitK>();\n      reduce_scatter",
         "      reduce_scatter", RACE,
     ),
 }  # fmt: skip

@@ -114,7 +114,7 @@ def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -
 
 @pytest.mark.slow
 def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_caught() -> None:
-    wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, kConsumerThreads);"
+    wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, C::kConsumerThreads);"
     problem = Problem(3, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), gathers_x=True)
     assert_caught(Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, RACE, problem))
 

@@ -22,6 +22,7 @@ from tests.test_fp8 import check_fp8_product, fp8_problem
 from tests.test_gemm_int8 import check_product
 
 KERNEL, HEADER = "int8/gemm_w4a8_sm90.cu", "int8/gemm_w4a8_sm90.cuh"
+REDUCTION = "hopper/cluster_reduction.cuh"
 RACE = ("race", "race")
 PROBLEM = Int8Problem(70, 130, 1424, 128, 4, False, True, "float16", wide=False, zero_points=True)
 CONFIG = GemmW4A8Config(80, 1, 1, 2, 2, 1, 3, 1, 2)
@@ -33,41 +34,43 @@ SEEDS = {
         KERNEL, "          ptx::wgmma_wait_group<0>();\n#pragma", "#pragma", RACE,
     ),
     "a stage is refilled while the other CTA still reads it": (
-        KERNEL, "kWarpgroups * 4 * kShareX);", "kWarpgroups * 4);", ("barrier", "barrier"),
+        KERNEL, "C::kWarpgroups * 4 * C::kShareX);", "C::kWarpgroups * 4);", ("barrier", "barrier"),
     ),
     "a stage is read before the values of x have been stored": (
-        KERNEL, "pipeline.init(1 + kHasXParameters,", "pipeline.init(1,", ("barrier", "deadlock"),
+        KERNEL, "pipeline.init(1 + C::kHasXParameters,", "pipeline.init(1,", ("barrier", "deadlock"),
     ),
     "the values of x overwrite those that consumers still read": (
-        KERNEL, "      if (k_tile % kKTiles == 0) pipeline.producer_acquire(state);\n", "", ("barrier", "values"),
+        KERNEL, "      if (k_tile % C::kKTiles == 0) pipeline.producer_acquire(state);\n", "", ("barrier", "values"),
     ),
     "copies of x go to the CTAs of the first slice": (
-        KERNEL, "row, 0, full_barrier, tile.split * kShareX);", "row, 0, full_barrier);", RACE,
+        KERNEL, "row, 0, full_barrier, tile.split * C::kShareX);", "row, 0, full_barrier);", RACE,
     ),
     "a CTA releases the stages of another slice": (
-        KERNEL, "<kShareX>(lane, tile.split * kShareX);", "<kShareX>(lane);", ("barrier", "barrier"),
+        KERNEL, "<C::kShareX>(lane, tile.split * C::kShareX);", "<C::kShareX>(lane);", ("barrier", "barrier"),
     ),
     "a CTA that owns few rows expects the bytes of all": (
-        HEADER, "max(0, min(kOwnedRows, kBlockM - split * kOwnedRows))", "kOwnedRows", ("deadlock", "deadlock"),
+        HEADER, "max(0, min(C::kOwnedRows, C::kBlockM - split * C::kOwnedRows))", "C::kOwnedRows", ("deadlock", "deadlock"),
     ),
     "a CTA exits while others signal its barriers": (
-        KERNEL, "    cluster_sync_before_exit<kClusterSize>();\n", "", RACE,
+        KERNEL, "    cluster_sync_before_exit<C::kClusterSize>();\n", "", RACE,
     ),
     "barriers share memory with accumulators": (
-        HEADER, "Pipeline<kStages, Barriers::kBegin>", "Pipeline<kStages, XParameters::kEnd>", ("race", "nothing"),
+        HEADER, "Pipeline<Host::kStages, Barriers::kBegin>", "Pipeline<Host::kStages, XParameters::kEnd>", ("race", "nothing"),
     ),
     "two CTAs write to the same slot": (
-        HEADER, "tile.split < owner ? tile.split : tile.split - 1", "tile.split / 2", RACE,
+        REDUCTION, "(split < owner ? split : split - 1)", "(split / 2)", RACE,
     ),
-    "partial sums go to the CTA with other columns": (HEADER, "owner * kShareX + tile.share", "owner * kShareX", RACE),
+    "partial sums go to the CTA with other columns": (
+        REDUCTION, "write(first_rank + owner", "write(owner", RACE,
+    ),
     "accumulators overwrite stages that are still read": (
-        HEADER, "  sync_consumers();  // All stages", "  // All stages", RACE,
+        HEADER, "  sync_consumers<C>();  // All stages", "  // All stages", RACE,
     ),
     "accumulators are read before other consumers have stored them": (
-        HEADER, "  sync_consumers();\n  // Adds", "  // Adds", RACE,
+        HEADER, "  sync_consumers<C>();\n  if constexpr", "  if constexpr", RACE,
     ),
     "partial sums are read before they have landed": (
-        HEADER, "      tile.shared.received_barrier().wait_for_all();\n#pragma", "#pragma", RACE,
+        REDUCTION, "shared.received_barrier().wait_for_all();", "", RACE,
     ),
     "zero points are subtracted from the codes of the other column": (
         KERNEL, "biases[i % 2]", "biases[i / 2]", ("values", "values"),
@@ -86,28 +89,28 @@ PROLOGUE = "the prologue copies weights for a tile of offsets"
 
 OFFSET_SEEDS = {
     "the bytes of the sums of x are not expected": (
-        KERNEL, "kColumnTiles * kCodeBytes + kXTileBytes);", "kColumnTiles * kCodeBytes);", ("deadlock", "deadlock"),
+        KERNEL, "C::kColumnTiles * C::kCodeBytes + C::kXTileBytes);", "C::kColumnTiles * C::kCodeBytes);", ("deadlock", "deadlock"),
     ),
     "sums of x overwrite a stage that is still read": (
-        KERNEL, "      pipeline.producer_acquire(state);\n      ptx::mbarrier_arrive_expect_tx(full_barrier, kColumn",
-        "      ptx::mbarrier_arrive_expect_tx(full_barrier, kColumn", ("barrier", "deadlock"),
+        KERNEL, "      pipeline.producer_acquire(state);\n      ptx::mbarrier_arrive_expect_tx(full_barrier, C::kColumn",
+        "      ptx::mbarrier_arrive_expect_tx(full_barrier, C::kColumn", ("barrier", "deadlock"),
     ),
     "the sums of x are those of the first rows": (
         KERNEL, "                                   tile.m_begin, 0, full_barrier);\n      for",
         "                                   0, 0, full_barrier);\n      for", ("values", "values"),
     ),
     PROLOGUE: (
-        KERNEL, "for (int i = 0; i < min(tile.weight_iterations(), kStages); ++i)",
-        "for (int i = 0; i < min(tile.iterations(), kStages); ++i)", ("out of bounds", "out of bounds"),
+        KERNEL, "for (int i = 0; i < min(tile.weight_iterations(), C::kStages); ++i)",
+        "for (int i = 0; i < min(tile.iterations(), C::kStages); ++i)", ("out of bounds", "out of bounds"),
     ),
     "the stage of a tile of offsets has the phase of the preceding pass": (
-        KERNEL, "(iteration / kStages & 1u) ^ 1u}", "iteration / kStages & 1u}", ("barrier", "deadlock"),
+        KERNEL, "(iteration / C::kStages & 1u) ^ 1u}", "iteration / C::kStages & 1u}", ("barrier", "deadlock"),
     ),
     "a tile of offsets is released while wgmma still reads it": (
         KERNEL, "        ptx::wgmma_wait_group<0>();\n#pragma unroll\n        for (int v", "        for (int v", RACE,
     ),
     "offsets are multiplied with the sums of another k tile": (
-        KERNEL, "offset_tile * kOffsetTileGroups,", "offset_tile * kOffsetTileGroups + 1,", ("values", "values"),
+        KERNEL, "offset_tile * C::kOffsetTileGroups,", "offset_tile * C::kOffsetTileGroups + 1,", ("values", "values"),
     ),
 }  # fmt: skip
 

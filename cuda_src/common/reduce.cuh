@@ -2,7 +2,8 @@
 // Sums the accumulators of a tile over slices of K in a fixed order, so results are bit-identical from run to run. With
 // split-K (reduce_split_k), each slice is computed by a CTA of its own, and the accumulators pass through global
 // memory. With SliceSums, a single CTA computes all slices, one after the other. Both give the same bits, so a
-// batch-invariant GEMM uses split-K if it has few tiles, and SliceSums if it has many.
+// batch-invariant GEMM uses split-K if it has few tiles, and SliceSums if it has many. With stream-K, the CTA that
+// computes the last k tile of a tile waits for the others (store_partials and the functions after it).
 #pragma once
 
 #include "common/tile_scheduler.cuh"
@@ -104,4 +105,38 @@ __device__ __forceinline__ bool reduce_split_k(float (&values)[COUNT], float* pa
     for (int i = 0; i < COUNT; ++i) values[i] += __ldcg(mine + other * kCtaValues + i * THREADS_PER_CTA);
   }
   return true;
+}
+
+// Stores the accumulators of a thread to `target`, its first element of float4 [COUNT / 4][THREADS].
+template <int THREADS, int COUNT>
+__device__ __forceinline__ void store_partials(Vector<float, 4>* target, const float (&values)[COUNT]) {
+#pragma unroll
+  for (int v = 0; v < COUNT / 4; ++v) {
+    target[v * THREADS] = {values[4 * v], values[4 * v + 1], values[4 * v + 2], values[4 * v + 3]};
+  }
+}
+
+// Adds what store_partials has stored.
+template <int THREADS, int COUNT>
+__device__ __forceinline__ void add_partials(float (&values)[COUNT], const Vector<float, 4>* source) {
+#pragma unroll
+  for (int v = 0; v < COUNT / 4; ++v) {
+    const Vector<float, 4> partial = source[v * THREADS];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[4 * v + e] += partial.values[e];
+  }
+}
+
+// Counts the CTA's partial sums; called by one thread after all threads that store them have arrived at a barrier.
+__device__ __forceinline__ void signal_partials(uint32_t* counter) {
+  __threadfence();
+  atomicAdd(counter, 1u);
+}
+
+// Waits until `count` CTAs have stored their partial sums, and resets the counter.
+__device__ __forceinline__ void wait_for_partials(uint32_t* counter, uint32_t count) {
+  while (*const_cast<volatile uint32_t*>(counter) != count) {
+  }
+  *counter = 0;
+  __threadfence();
 }

@@ -214,7 +214,9 @@ __device__ __forceinline__ void run_tile(const GemmArguments<C>& args, PrefetchX
     sync_cta<C>();  // All stages have been read, so the accumulators can overwrite them.
     store_all(accumulators);
     sync_cta<C>();
-    if constexpr (C::kSplitK > 1) write_partial_sums(tile, accumulators);
+    if constexpr (C::kSplitK > 1) {
+      send_partial_sums<typename C::Sums>(tile.shared, accumulators, tile.split);
+    }
     if constexpr (C::kHasResidual) ptx::griddepcontrol_wait();
     store_tile(tile, memory, args, part);
     // Do not exit while other CTAs write to this CTA's shared memory.

@@ -22,37 +22,6 @@ __device__ __forceinline__ void store_accumulators(float* accumulators, int cons
   store<true>(accumulators + consumer * C::kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
 }
 
-// Writes this CTA's partial sums to the CTAs that own the rows; a float4 holds two rows and two columns.
-template <class C>
-__device__ __forceinline__ void write_partial_sums(const Tile<C>& tile, const float* accumulators) {
-  constexpr uint32_t kUnits = C::kOwnedRows / 2 * (C::kBlockN / 2);
-  constexpr uint32_t kAll = (C::kSplitK - 1) * kUnits;
-  constexpr uint32_t kPairs = C::ReceivedBlocks::kRowPairs;
-#pragma unroll 4
-  for (uint32_t begin = 0; begin < kAll; begin += C::kConsumerThreads) {
-    const uint32_t index = begin + threadIdx.x;
-    if (kAll % C::kConsumerThreads != 0 && index >= kAll) break;
-    const uint32_t owner = (tile.split + 1 + index / kUnits) % C::kSplitK;
-    const uint32_t unit = index % kUnits;
-    const uint32_t row = unit % kPairs * 2 + unit / (kPairs * (C::kBlockN / 2)) * (2 * kPairs);
-    if (!C::kOwnsEvenly && owner * C::kOwnedRows + row >= C::kBlockM) continue;
-    const uint32_t column = unit / kPairs % 8 + unit / (kPairs * 8) % (C::kBlockN / 16) * 16;
-    const float* source = accumulators + C::ConsumerBlocks::index(owner * C::kOwnedRows + row, column);
-    float total[4] = {};
-#pragma unroll
-    for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
-      Vector<float, 4> values;
-      load<true>(values, source + consumer * C::kConsumerFloats);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) total[i] += values.values[i];
-    }
-    const uint32_t slot = tile.split < owner ? tile.split : tile.split - 1;
-    const uint32_t target = tile.shared.begin + C::SharedStorage::Received::kBegin +
-                            (slot * C::kReceivedFloats + C::ReceivedBlocks::index(row, column)) * 4;
-    tile.shared.received_barrier().write(owner, target, total);
-  }
-}
-
 // The position of a vector of 8 columns of y; `index` numbers the vectors of the rows that this CTA owns, row by row.
 template <class C>
 struct OutputVector {
@@ -94,37 +63,7 @@ __device__ __forceinline__ void store_tile(const Tile<C>& tile, const uint8_t* m
   const float* received = reinterpret_cast<const float*>(memory + C::SharedStorage::Received::kBegin);
   const float* factors = reinterpret_cast<const float*>(memory + C::SharedStorage::Factors::kBegin);
   auto add_up = [&](float (&out)[8], uint32_t row, uint32_t column) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = 0.0f;
-#pragma unroll
-    for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
-      C::ConsumerBlocks::add(out, accumulators + consumer * C::kConsumerFloats, tile.split * C::kOwnedRows + row,
-                             column);
-    }
-    if constexpr (C::kSplitK > 1) tile.shared.received_barrier().wait_for_all();
-    if constexpr (C::kRankOrder) {
-      float mine[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        mine[i] = out[i];
-        out[i] = 0.0f;
-      }
-#pragma unroll
-      for (int rank = 0; rank < C::kSplitK; ++rank) {
-        if (rank == tile.split) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) out[i] += mine[i];
-        } else {
-          const int other = rank < tile.split ? rank : rank - 1;
-          C::ReceivedBlocks::add(out, received + other * C::kReceivedFloats, row, column);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int other = 0; other < C::kSplitK - 1; ++other) {
-        C::ReceivedBlocks::add(out, received + other * C::kReceivedFloats, row, column);
-      }
-    }
+    add_all<typename C::Sums>(out, tile.shared, accumulators, received, tile.split, row, column);
     if constexpr (C::kRmsNormsX) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) out[i] *= factors[row];

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
+#include "common/reduce.cuh"
 #include "gemm/gemm_sm90_large.cuh"
 #include "hopper/tma.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -34,40 +35,19 @@ __device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& acc
   if (!scheduler.has_last_k_tile()) {
     Vector<float, 4>* target = slot(scheduler.cluster_idx);
 #pragma unroll
-    for (int i = 0; i < C::kM64Tiles; ++i) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        target[(i * kVectors + v) * 128] = {accumulators[i][4 * v], accumulators[i][4 * v + 1],
-                                            accumulators[i][4 * v + 2], accumulators[i][4 * v + 3]};
-      }
-    }
+    for (int i = 0; i < C::kM64Tiles; ++i) store_partials<128>(target + i * kVectors * 128, accumulators[i]);
     ptx::barrier_sync(1 + warpgroup, 128);
-    if (thread == 0) {
-      __threadfence();
-      atomicAdd(counter, 1u);
-    }
+    if (thread == 0) signal_partials(counter);
     return false;
   }
   const int first = scheduler.first_sharer();
-  if (thread == 0) {
-    while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {
-    }
-    *counter = 0;
-    __threadfence();
-  }
+  if (thread == 0) wait_for_partials(counter, scheduler.cluster_idx - first);
   ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll 1
   for (int cluster_idx = first; cluster_idx < scheduler.cluster_idx; ++cluster_idx) {
     const Vector<float, 4>* source = slot(cluster_idx);
 #pragma unroll
-    for (int i = 0; i < C::kM64Tiles; ++i) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const Vector<float, 4> values = source[(i * kVectors + v) * 128];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) accumulators[i][4 * v + e] += values.values[e];
-      }
-    }
+    for (int i = 0; i < C::kM64Tiles; ++i) add_partials<128>(accumulators[i], source + i * kVectors * 128);
   }
   return true;
 }
@@ -82,6 +62,7 @@ __device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& acc
 //   signaler    a warp that waits for the CTA's consumers and increments the counter            signal_partial_sums
 //   producer    waits for the counter, resets it, and copies partial sums to the stages         copy_partial_sums
 //   consumers   add the partial sums of their warpgroup                                         add_partial_sums
+
 // Returns the counter of a unit, for this CTA of the cluster.
 template <class C>
 __device__ __forceinline__ uint32_t* unit_counter(const typename C::Scheduler& scheduler, uint32_t* counters) {
@@ -102,11 +83,7 @@ __device__ __forceinline__ void write_partial_sums(const typename C::Accumulator
                                                    float* partials) {
   auto target = reinterpret_cast<Vector<float, 4>*>(partials + partial_sums<C>(scheduler.cluster_idx, warpgroup)) +
                 threadIdx.x % 128;
-#pragma unroll
-  for (int v = 0; v < C::kAccumulators / 4; ++v) {
-    target[v * 128] = {accumulators[0][4 * v], accumulators[0][4 * v + 1], accumulators[0][4 * v + 2],
-                       accumulators[0][4 * v + 3]};
-  }
+  store_partials<128>(target, accumulators[0]);
   ptx::barrier_arrive(C::kSignalBarrier, C::kSignalThreads);
 }
 
@@ -116,10 +93,7 @@ __device__ __forceinline__ void signal_partial_sums(typename C::Scheduler& sched
   while (scheduler.advance()) {
     if (scheduler.has_last_k_tile()) continue;
     ptx::barrier_sync(C::kSignalBarrier, C::kSignalThreads);
-    if (threadIdx.x % 32 == 0) {
-      __threadfence();
-      atomicAdd(unit_counter<C>(scheduler, counters), 1u);
-    }
+    if (threadIdx.x % 32 == 0) signal_partials(unit_counter<C>(scheduler, counters));
     __syncwarp();
   }
 }
@@ -134,10 +108,7 @@ __device__ __forceinline__ void copy_partial_sums(const typename C::SharedStorag
   const int first = scheduler.first_sharer();
   if (is_leader) {
     uint32_t* counter = unit_counter<C>(scheduler, counters);
-    while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {
-    }
-    *counter = 0;
-    __threadfence();
+    wait_for_partials(counter, scheduler.cluster_idx - first);
     ptx::fence_proxy_async();  // the copies read what other CTAs have stored
   }
   __syncwarp();
@@ -171,12 +142,7 @@ __device__ __forceinline__ void add_partial_sums(typename C::Accumulators& accum
     if (i % C::kWarpgroups == warpgroup) {
       auto source =
           reinterpret_cast<const Vector<float, 4>*>(memory + state.stage_idx * C::kXStageBytes) + threadIdx.x % 128;
-#pragma unroll
-      for (int v = 0; v < C::kAccumulators / 4; ++v) {
-        const Vector<float, 4> values = source[v * 128];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) accumulators[0][4 * v + e] += values.values[e];
-      }
+      add_partials<128>(accumulators[0], source);
     }
     pipeline.template release<C::kCluster>(empty_barriers + state.stage_idx * 8, lane);
     state.advance();

@@ -100,15 +100,33 @@ struct GemmSm90Raw : Host {
 
   struct SharedStorage {
     using Warps = SharedArray<0, Host::kWarps, kWarpFloats * 4>;
-    // The partial sums of all CTAs of the cluster; only used in CTA 0. INVARIANT: of all warps of the other CTAs.
-    using Partials = SharedArray<Warps::kEnd, Host::kInvariant ? (Host::kSplitK - 1) * Host::kWarps : Host::kSplitK,
-                                 kTileFloats * 4>;
-    using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
-    using FullBarriers = SharedArray<PartialBarrier::kEnd, Host::kWarps, Host::kStages * kBarrierBytes>;
+    // The partial sums of the other CTAs, or of all of their warps; only used in CTA 0.
+    using Received =
+        SharedArray<Warps::kEnd, (Host::kSplitK - 1) * (Host::kInvariant ? Host::kWarps : 1), kTileFloats * 4>;
+    using ReceivedBarrier = SharedArray<Received::kEnd, 1, kBarrierBytes>;
+    using FullBarriers = SharedArray<ReceivedBarrier::kEnd, Host::kWarps, Host::kStages * kBarrierBytes>;
     static constexpr int kBytes = FullBarriers::kEnd;
+
+    uint32_t begin;  // shared address of the first byte
+
+    __device__ __forceinline__ PartialSumBarrier received_barrier() const { return {ReceivedBarrier::at(begin)}; }
   };
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
-  static constexpr int kPartialsBegin = SharedStorage::Partials::kBegin / 4;
+
+  // How the accumulators of the warps are summed (cluster_reduction.cuh): CTA 0 owns all rows.
+  struct Sums : RowMajorSums<kBlockN, kSumStride> {
+    static constexpr int kConsumers = Host::kWarps;
+    static constexpr int kConsumerFloats = kWarpFloats;
+    static constexpr int kSplitK = Host::kSplitK;
+    static constexpr int kReceivedFloats = kTileFloats;
+    static constexpr bool kSendsEach = Host::kInvariant;
+    static constexpr bool kRankOrder = false;
+    static constexpr int kOwnedRows = Host::kRows;
+    static constexpr int kRows = Host::kRows;
+    static constexpr uint32_t kUnits = kRows * (kBlockN / 4);
+    static constexpr int kRankStep = 1;
+    static constexpr uint32_t kThreads = GemmSm90Raw::kThreads;
+  };
 
   static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
 };
@@ -124,7 +142,7 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
   using Scale = typename C::Scale;
   extern __shared__ __align__(128) float shared[];
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const PartialSumBarrier partial_barrier{C::SharedStorage::PartialBarrier::at(shared_begin)};
+  const typename C::SharedStorage storage{shared_begin};
   const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
@@ -142,9 +160,9 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
 
   if constexpr (C::kSplitK > 1) {
     if (threadIdx.x == 0) {
-      partial_barrier.init();
+      storage.received_barrier().init();
       ptx::fence_mbarrier_init();
-      partial_barrier.expect((C::kInvariant ? (C::kSplitK - 1) * C::kWarps : C::kSplitK) * m * C::kBlockN * 4);
+      storage.received_barrier().expect((C::kSplitK - 1) * (C::kInvariant ? C::kWarps : 1) * m * C::kBlockN * 4);
     }
     ptx::barrier_cluster_arrive_relaxed();
   }
@@ -387,55 +405,13 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
   }
   __syncthreads();
 
-  // Returns the sum of `count` float4 in shared memory, the first at index `begin`, `stride` floats apart.
-  auto add_up = [&](int begin, int stride, int count) {
-    Vector<float, 4> total = {};
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      Vector<float, 4> values;
-      load<true>(values, shared + begin + i * stride);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) total.values[c] += values.values[c];
-    }
-    return total;
-  };
-  for (int item = threadIdx.x; item < m * (C::kBlockN / 4); item += C::kThreads) {
-    const int offset = item / (C::kBlockN / 4) * C::kSumStride + item % (C::kBlockN / 4) * 4;
-    if constexpr (C::kInvariant) {
-      if (split == 0) break;
-#pragma unroll
-      for (int i = 0; i < C::kWarps; ++i) {
-        const int target = C::kPartialsBegin + ((split - 1) * C::kWarps + i) * C::kTileFloats + offset;
-        partial_barrier.write(0, shared_begin + target * 4, add_up(offset + i * C::kWarpFloats, 0, 1).values);
-      }
-      continue;
-    }
-    const Vector<float, 4> total = add_up(offset, C::kWarpFloats, C::kWarps);
-    const int target = C::kPartialsBegin + split * C::kTileFloats + offset;
-    if constexpr (C::kSplitK == 1) {
-      store<true>(shared + target, total);
-    } else {
-      partial_barrier.write(0, shared_begin + target * 4, total.values);
-    }
-  }
-  if constexpr (C::kSplitK == 1) {
-    if constexpr (!C::kInvariant) __syncthreads();
-  } else {
+  if constexpr (C::kSplitK > 1) {
+    send_partial_sums<typename C::Sums>(storage, shared, split, 0, m);
     if (split != 0) return;
-    partial_barrier.wait_for_all();
   }
-  auto finish_sum = [&](int offset) {
-    if constexpr (!C::kInvariant) return add_up(C::kPartialsBegin + offset, C::kTileFloats, C::kSplitK);
-    Vector<float, 4> total = add_up(offset, C::kWarpFloats, C::kWarps);
-#pragma unroll
-    for (int i = 0; i < (C::kSplitK - 1) * C::kWarps; ++i) {
-      const Vector<float, 4> partial = add_up(C::kPartialsBegin + i * C::kTileFloats + offset, 0, 1);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) total.values[c] += partial.values[c];
-    }
-    return total;
+  auto add_up = [&](float (&total)[4], int row, int local) {
+    add_all<typename C::Sums>(total, storage, shared, shared + C::SharedStorage::Received::kBegin / 4, 0, row, local);
   };
-
   const Epilogue<T, C> epilogue{bias, residual, low, high, n, ldr};
   constexpr int kWidth = C::kGated ? C::kBlockN / 2 : C::kBlockN;
   for (int item = threadIdx.x; item < m * (kWidth / 4); item += C::kThreads) {
@@ -443,17 +419,19 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
     const int local = item % (kWidth / 4) * 4;
     const int out_column = tile * kWidth + local;
     if (out_column >= (C::kGated ? n / 2 : n)) continue;
-    const Vector<float, 4> total = finish_sum(row * C::kSumStride + local);
+    float total[4];
+    add_up(total, row, local);
     Vector<T, 4> out;
     if constexpr (C::kGated) {
-      const Vector<float, 4> up = finish_sum(row * C::kSumStride + local + kWidth);
+      float up[4];
+      add_up(up, row, local + kWidth);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        out.values[c] = epilogue.finish_gated(total.values[c], up.values[c], row, out_column + c);
+        out.values[c] = epilogue.finish_gated(total[c], up[c], row, out_column + c);
       }
     } else {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) out.values[c] = epilogue.finish(total.values[c], row, out_column + c);
+      for (int c = 0; c < 4; ++c) out.values[c] = epilogue.finish(total[c], row, out_column + c);
     }
     store<true>(y + static_cast<int64_t>(row) * ldy + out_column, out);
   }

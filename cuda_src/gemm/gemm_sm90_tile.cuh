@@ -79,6 +79,31 @@ struct GemmSm90 : Host {
   static constexpr int kConsumerFloats = Host::kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
   static constexpr int kReceivedFloats =
       kOwnedRows / (2 * ReceivedBlocks::kRowPairs) * (kBlockN / 16) * ReceivedBlocks::kFloats;
+  // How the accumulators are summed (cluster_reduction.cuh).
+  struct Sums {
+    using Consumer = ConsumerBlocks;
+    using Received = ReceivedBlocks;
+    static constexpr int kConsumers = Host::kConsumers;
+    static constexpr int kConsumerFloats = GemmSm90::kConsumerFloats;
+    static constexpr int kSplitK = Host::kSplitK;
+    static constexpr int kReceivedFloats = GemmSm90::kReceivedFloats;
+    static constexpr bool kSendsEach = false;
+    static constexpr bool kRankOrder = Host::kRankOrder;
+    static constexpr int kOwnedRows = GemmSm90::kOwnedRows;
+    static constexpr int kRows = Host::kBlockM;
+    static constexpr uint32_t kUnits = kOwnedRows / 2 * (kBlockN / 2);
+    static constexpr int kRankStep = 1;
+    static constexpr uint32_t kThreads = kConsumerThreads;
+
+    // A float4 holds two rows and two columns.
+    static constexpr uint32_t kPairs = ReceivedBlocks::kRowPairs;
+    static __device__ __forceinline__ uint32_t row(uint32_t unit) {
+      return unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * (2 * kPairs);
+    }
+    static __device__ __forceinline__ uint32_t column(uint32_t unit) {
+      return unit / kPairs % 8 + unit / (kPairs * 8) % (kBlockN / 16) * 16;
+    }
+  };
   static constexpr int kWeightStageBytes = Host::kWeightTiles * Host::kKTiles * Host::kWeightTileBytes;
   // The largest number of stages whose weights are copied before griddepcontrol.wait without kPrefetchWeights. The more
   // rows, the longer x takes to arrive; on an H100, 1.4 MB divided by the number of rows was the fastest of ten rules.

@@ -67,6 +67,21 @@ struct GemmW4A8Sm90 : Host {
     __device__ __forceinline__ PartialSumBarrier received_barrier() const { return {ReceivedBarrier::at(begin)}; }
   };
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
+
+  // How the accumulators are summed (cluster_reduction.cuh).
+  struct Sums : RowMajorSums<kBlockN, kRowFloats> {
+    static constexpr int kConsumers = Host::kConsumers;
+    static constexpr int kConsumerFloats = Host::kBlockM * kRowFloats;
+    static constexpr int kSplitK = Host::kSplitK;
+    static constexpr int kReceivedFloats = kOwnedRows * kRowFloats;
+    static constexpr bool kSendsEach = false;
+    static constexpr bool kRankOrder = false;
+    static constexpr int kOwnedRows = GemmW4A8Sm90::kOwnedRows;
+    static constexpr int kRows = Host::kBlockM;
+    static constexpr uint32_t kUnits = kOwnedRows * (kBlockN / 4);
+    static constexpr int kRankStep = Host::kShareX;
+    static constexpr uint32_t kThreads = kConsumerThreads;
+  };
 };
 
 // The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end), where tiles of offsets
@@ -136,31 +151,10 @@ __device__ __forceinline__ void store_tile(const Tile<C>& tile, uint8_t* memory,
     }
   }
   sync_consumers<C>();
-  // Adds the consumers' accumulators of 4 adjacent columns to total[0 .. 3].
-  auto add_consumers = [&](float* total, int row, int column) {
-#pragma unroll
-    for (int c = 0; c < C::kConsumers; ++c) {
-      Vector<float, 4> values;
-      load<true>(values, sums + (c * C::kBlockM + row) * C::kRowFloats + column);
-#pragma unroll
-      for (int v = 0; v < 4; ++v) total[v] += values.values[v];
-    }
-  };
   if constexpr (C::kSplitK > 1) {
-    constexpr int kUnits = C::kOwnedRows * (C::kBlockN / 4);
-    for (int index = threadIdx.x; index < (C::kSplitK - 1) * kUnits; index += C::kConsumerThreads) {
-      const int owner = (tile.split + 1 + index / kUnits) % C::kSplitK;
-      const int row = index % kUnits / (C::kBlockN / 4);
-      const int column = index % (C::kBlockN / 4) * 4;
-      if (owner * C::kOwnedRows + row >= C::kBlockM) continue;
-      float total[4] = {};
-      add_consumers(total, owner * C::kOwnedRows + row, column);
-      const int slot = tile.split < owner ? tile.split : tile.split - 1;
-      tile.shared.received_barrier().write(
-          owner * C::kShareX + tile.share,
-          C::SharedStorage::Received::at(tile.shared.begin, slot) + (row * C::kRowFloats + column) * 4, total);
-    }
+    send_partial_sums<typename C::Sums>(tile.shared, sums, tile.split, tile.share);
   }
+  const auto* received = reinterpret_cast<const float*>(memory + C::SharedStorage::Received::kBegin);
   constexpr int kVectorColumns = 16 / sizeof(T);
   for (int index = threadIdx.x; index < C::kOwnedRows * (C::kBlockN / kVectorColumns); index += C::kConsumerThreads) {
     const int owned_row = index / (C::kBlockN / kVectorColumns);
@@ -169,19 +163,8 @@ __device__ __forceinline__ void store_tile(const Tile<C>& tile, uint8_t* memory,
     const int row = tile.m_begin + tile_row;
     const int column = tile.n_begin + tile_column;
     if (tile_row >= C::kBlockM || row >= m || column >= n) continue;
-    float total[kVectorColumns] = {};
-#pragma unroll
-    for (int i = 0; i < kVectorColumns; i += 4) add_consumers(total + i, tile_row, tile_column + i);
-    if constexpr (C::kSplitK > 1) {
-      tile.shared.received_barrier().wait_for_all();
-#pragma unroll
-      for (int other = 0; other < C::kSplitK - 1; ++other) {
-        const auto* received = reinterpret_cast<const float*>(memory + C::SharedStorage::Received::kBegin) +
-                               (other * C::kOwnedRows + owned_row) * C::kRowFloats + tile_column;
-#pragma unroll
-        for (int i = 0; i < kVectorColumns; ++i) total[i] += received[i];
-      }
-    }
+    float total[kVectorColumns];
+    add_all<typename C::Sums>(total, tile.shared, sums, received, tile.split, owned_row, tile_column);
     const float x_scale = C::kRowScales ? x_row_scale[row] * unit : 1.0f;
     Vector<T, kVectorColumns> out;
 #pragma unroll

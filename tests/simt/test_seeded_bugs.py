@@ -45,13 +45,13 @@ SEEDS = {
     ),
     "gemm_mma: no barrier after the wait for a stage": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
-        "copy.template wait<kStages - 2>();\n    __syncthreads();", "copy.template wait<kStages - 2>();",
+        "copy.template wait<C::kStages - 2>();\n    __syncthreads();", "copy.template wait<C::kStages - 2>();",
         RACE,
     ),
     "gemm_mma: the gate reads what the other warps have yet to leave": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
-        "    __syncthreads();\n    if (warp >= kWarps / 2 || column >= n / 2) return;",
-        "    if (warp >= kWarps / 2 || column >= n / 2) return;",
+        "    __syncthreads();\n    if (warp >= C::kWarps / 2 || column >= n / 2) return;",
+        "    if (warp >= C::kWarps / 2 || column >= n / 2) return;",
         RACE, Problem(40, 256, 320, 64, gated=True),
     ),
     "split-K: one thread counts before the block has left its part": Seed(
@@ -75,7 +75,7 @@ SEEDS = {
     ),
     "gemm_mma: waits for one stage too few": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
-        "copy.template wait<kStages - 2>();", "copy.template wait<kStages - 1>();", ("in flight", "race"),
+        "copy.template wait<C::kStages - 2>();", "copy.template wait<C::kStages - 1>();", ("in flight", "race"),
     ),
     "cp.async: copies are never closed into groups": Seed(
         "gemm_sm80", 80, "common/copy_to_shared.cuh", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
@@ -83,12 +83,12 @@ SEEDS = {
     # Stages
     "gemm_mma: a stage is refilled one step too early": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
-        "start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);", "start_stage(tile_ahead, stage);",
+        "start_stage(tile_ahead, stage == 0 ? C::kStages - 1 : stage - 1);", "start_stage(tile_ahead, stage);",
         ("in flight", "race"), LONG, {"split_k": 1},
     ),
     "gemm_mma: the ring of stages is one too short": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
-        "stage = stage + 1 == kStages ? 0 : stage + 1;", "stage = stage + 2 >= kStages ? 0 : stage + 1;",
+        "stage = stage + 1 == C::kStages ? 0 : stage + 1;", "stage = stage + 2 >= C::kStages ? 0 : stage + 1;",
         ("in flight", "race"), LONG, {"split_k": 1},
     ),
     "gemm_sm90: a stage is released before the last lane of the warp has read it": Seed(
@@ -99,10 +99,10 @@ SEEDS = {
     "gemm_sm90: consumers do not wait for a full stage": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
         "const Operands mine = lane_operands(tile);\n"
-        "    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {\n"
+        "    for (int iteration = consumer; iteration < tile.iterations(); iteration += C::kConsumers) {\n"
         "      pipeline.consumer_wait(state);",
         "const Operands mine = lane_operands(tile);\n"
-        "    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {",
+        "    for (int iteration = consumer; iteration < tile.iterations(); iteration += C::kConsumers) {",
         ("in flight", "uninitialised"), REPACKED,
     ),
     "gemm_sm90: the producer does not wait for an empty stage": Seed(
@@ -118,7 +118,7 @@ SEEDS = {
         "if (false)", RACE, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: partial sums signal a barrier that may not be initialized": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<kSplitK>();", "sync_cta();", RACE, REPACKED,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<C::kSplitK>();", "sync_cta<C>();", RACE, REPACKED,
         {"split_k": 2},
     ),
     "gemm_sm90: the first weights behind those ahead of x are not copied": Seed(
@@ -126,36 +126,36 @@ SEEDS = {
         {"prefetch_weights": False, "consumers": 1, "split_k": 1, "k_tiles": 1},
     ),
     "gemm_sm90: a CTA expects its own partial sums, too": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(kSplitK - 1) * Tile::owned_rows",
-        "kSplitK * Tile::owned_rows", DEADLOCK, REPACKED, {"split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(C::kSplitK - 1) * Tile<C>::owned_rows",
+        "C::kSplitK * Tile<C>::owned_rows", DEADLOCK, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: accumulators are added before all consumers have stored theirs": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "{ ptx::barrier_sync(0, kThreads); }", "{}", RACE, REPACKED, {"split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "  ptx::barrier_sync(0, C::kThreads);\n", "", RACE, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: the accumulators of the last consumer are not written to the other CTA": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh",
-        "for (int consumer = 0; consumer < kConsumers; ++consumer) {\n      Vector<float, 4> values;",
-        "for (int consumer = 0; consumer < kConsumers - 1; ++consumer) {\n      Vector<float, 4> values;", VALUES, REPACKED,
+        "gemm_sm90", 90, "hopper/cluster_reduction.cuh",
+        "for (int consumer = 0; consumer < L::kConsumers; ++consumer) {\n      Vector<float, 4> values;",
+        "for (int consumer = 0; consumer < L::kConsumers - 1; ++consumer) {\n      Vector<float, 4> values;", VALUES, REPACKED,
         {"split_k": 2},
     ),
     "gemm_sm90_mma: partial sums of few rows are written to the wrong pair of rows": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
+        "gemm_sm90", 90, "gemm/gemm_sm90_tile.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
         ("uninitialised", "uninitialised"), REPACKED_FEW, {"split_k": 2},
     ),
     "gemm_sm90: x is copied before the preceding kernel has finished": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "    wait_for_x();\n    if (is_leader)", "    if (is_leader)",
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "    wait_for_x<C>();\n    if (is_leader)", "    if (is_leader)",
         ("early", "early"), REPACKED,
     ),
     "gemm_sm90: weights that are to be copied with x are not": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);", "", DEADLOCK,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!C::kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);", "", DEADLOCK,
         REPACKED, {"split_k": 1, "prefetch_weights": False},
     ),
     "gemm_sm90: weights that were prefetched are copied with x once more": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i >= tile", "if (i >= tile",
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!C::kPrefetchWeights && i >= tile", "if (i >= tile",
         ("race", "deadlock"), REPACKED, {"split_k": 1, "prefetch_weights": True},
     ),
     "gemm_sm90_mma: x is read before the preceding kernel has finished": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "    wait_for_x();\n", "", ("early", "early"), REPACKED_FEW,
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "    wait_for_x<C>();\n", "", ("early", "early"), REPACKED_FEW,
     ),
     "gemm_sm90_mma: a stage waits for its own copies before they are issued": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "::consumer();  //", "::consumer(kWindow);  //", DEADLOCK, NORMED,
@@ -179,8 +179,8 @@ SEEDS = {
         {"weight_tiles": 3, "k_tiles": 1},
     ),
     "gemm_sm90_mma: the second half of a weight tile is multiplied by the codes of the first": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "part + 1 == kParts / 2) load_codes(1)",
-        "part == kParts / 2) load_codes(0)", VALUES, replace(REPACKED_FEW, group_size=32),
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "part + 1 == C::kParts / 2) load_codes(1)",
+        "part == C::kParts / 2) load_codes(0)", VALUES, replace(REPACKED_FEW, group_size=32),
     ),
     "gemm_sm90: a kernel that lets the next one start late does not wait": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "  ptx::griddepcontrol_wait();\n  if constexpr", "  if constexpr",
@@ -192,7 +192,7 @@ SEEDS = {
     ),
     "residual_stream: no warp waits for the squares": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
-        "  ptx::griddepcontrol_wait();\n  args.stream.make_factors", "  args.stream.make_factors", ("early", "early"), NORMED,
+        "  ptx::griddepcontrol_wait();\n  args.stream.template make_factors", "  args.stream.template make_factors", ("early", "early"), NORMED,
     ),
     "residual_stream: squares of more than 4,096 columns are left out": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
@@ -205,7 +205,7 @@ SEEDS = {
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "factors[row]", "factors[0]", VALUES, NORMED,
     ),
     "residual_stream: a block of a cluster has the rows of the other": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.m_begin + tile.split * kOwnedRows, args.m", "tile.m_begin, args.m", VALUES,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.m_begin + tile.split * C::kOwnedRows, args.m", "tile.m_begin, args.m", VALUES,
         NORMED, {"split_k": 2},
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
@@ -214,7 +214,7 @@ SEEDS = {
     ),
     "gemm_sm90: the full barriers expect one arrival too many": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
-        "pipeline.init(1, kConsumerWarps);", "pipeline.init(2, kConsumerWarps);", DEADLOCK,
+        "pipeline.init(1, C::kConsumerWarps);", "pipeline.init(2, C::kConsumerWarps);", DEADLOCK,
         REPACKED,
     ),
     "gemm_sm90: the full barriers expect bytes that are not copied": Seed(
@@ -228,7 +228,7 @@ SEEDS = {
     ),
     "wgmma: no fence before the first wgmma": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
-        "float group_sums[kAccumulators];\n            ptx::wgmma_fence();", "float group_sums[kAccumulators];", ("invalid", "invalid"), REPACKED,
+        "float group_sums[C::kAccumulators];\n            ptx::wgmma_fence();", "float group_sums[C::kAccumulators];", ("invalid", "invalid"), REPACKED,
     ),
     "wgmma: operand A is overwritten while wgmma reads it": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu", "ptx::wgmma_wait_group<1>();", "", RACE, REPACKED_MANY,
@@ -240,8 +240,8 @@ SEEDS = {
         REPACKED_MANY, {"split_k": 1, "scaled": True, "k_tiles": 1},
     ),
     "gemm_sm90_large: the stage in use is released instead of the preceding one": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);",
-        "scheduler.k_tile_begin) pipeline.release<kCluster>(my_empty_barriers + stage_idx * 8, lane);", DEADLOCK, REPACKED_MANY,
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "scheduler.k_tile_begin) pipeline.template release<C::kCluster>(preceding, lane);",
+        "scheduler.k_tile_begin) pipeline.template release<C::kCluster>(my_empty_barriers + stage_idx * 8, lane);", DEADLOCK, REPACKED_MANY,
         {"ctas": 2},
     ),
     "gemm_sm90_large: a stage is read before its copies have landed": Seed(
@@ -251,8 +251,8 @@ SEEDS = {
     # Bounds and masks
     "gemv: the last lanes are not held back from beyond n": Seed(
         "gemv", 80, "gemm/gemv.cu",
-        "min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8)",
-        "weight_column<kBlockN>(blockIdx.x, lane * 8, n)",
+        "min(weight_column<Options, kBlockN>(blockIdx.x, lane * 8, n), n - 8)",
+        "weight_column<Options, kBlockN>(blockIdx.x, lane * 8, n)",
         OUTSIDE, GEMV,
     ),
     "gemv: columns beyond n are stored": Seed(
@@ -264,7 +264,7 @@ SEEDS = {
         OUTSIDE, GEMV,
     ),
     "gemm_mma: rows beyond m are copied": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "m_begin + x_row + i * kXRowStep < m && ", "", OUTSIDE,
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "m_begin + x_row + i * C::kXRowStep < m && ", "", OUTSIDE,
     ),
     "gemm_mma: rows beyond m are stored": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh", "if (row >= m) continue;", "", OUTSIDE,
@@ -304,30 +304,30 @@ SEEDS = {
         {"block_m": 64, "split_k": 2},
     ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * kBlockM && row", "row", RACE,
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * C::kBlockM && row", "row", RACE,
         replace(REPACKED_MANY, m=140, k=1024), {"block_m": 80},
     ),
     "gemm_sm90_raw: accumulators are added before all warps have stored theirs": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: the first CTA does not wait for the partial sums of the others": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "partial_barrier.wait_for_all();", "", RACE, FEW, {"split_k": 2},
+        "gemm_sm90_raw", 90, "hopper/cluster_reduction.cuh", "shared.received_barrier().wait_for_all();", "", RACE, FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: partial sums signal a barrier that may not be initialized": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: bytes of rows past m are expected": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kSplitK) * m * kBlockN * 4", "kSplitK) * kRows * kBlockN * 4", DEADLOCK,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", ": 1) * m * C::kBlockN * 4", ": 1) * C::kRows * C::kBlockN * 4", DEADLOCK,
         FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: the last lanes read scales past n": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu",
-        "min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords)",
-        "weight_column<kBlockN>(tile, g * kWords * 8, n)", OUTSIDE, FEW,
+        "min(weight_column<C, C::kBlockN>(tile, g * C::kWords * 8, n), n - 8 * C::kWords)",
+        "weight_column<C, C::kBlockN>(tile, g * C::kWords * 8, n)", OUTSIDE, FEW,
     ),
     "gemm_sm90_raw: steps past the last one of a warp are copied": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu",
-        "if (leader && step + kStages < step_end) copy", "if (leader) copy", ("race", "nothing"), FEW_LONG,
+        "if (leader && step + C::kStages < step_end)", "if (leader)", ("race", "nothing"), FEW_LONG,
         {"split_k": 1},
     ),
     "gemm_sm90_raw: x is read before the preceding kernel has finished": Seed(
@@ -341,7 +341,7 @@ SEEDS = {
         ("early", "early"), FEW_CONSTANT,
     ),
     "gemm_sm90_raw: rows past m are not zeroed": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "if (chunk >= m * (kStepK * 2 / 16)) store", "if (chunk < 0) store",
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "if (chunk >= m * (C::kStepK * 2 / 16)) store", "if (chunk < 0) store",
         ("uninitialised", "uninitialised"), FEW,
     ),
     "gemm_sm90_raw: a stage is read before its copies have landed": Seed(
@@ -355,7 +355,7 @@ SEEDS = {
         RACE, FEW_LONG, {"split_k": 1},
     ),
     "gemm_sm90_raw: the bytes of x are not expected": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kWordBytes + m * (kStepK * 2));", "kWordBytes);",
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "C::kWordBytes + m * (C::kStepK * 2));", "C::kWordBytes);",
         ("in flight", "nothing"), FEW,
     ),
     "gemm_sm90_raw: a group's scales are used one step too long": Seed(

@@ -12,37 +12,38 @@ UNEVEN = Problem(20, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
 """A problem with tiles of 24 rows, of which the CTAs of a cluster of five own 6, 6, 6, 6 and none."""
 SEVERAL = Problem(136, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
 """A problem with two tiles of 72 rows, of which the CTAs of a cluster of five own 16, 16, 16, 16 and 8."""
-EPILOGUE = "gemm/gemm_sm90_epilogue.cuh"
+EPILOGUE, REDUCTION = "gemm/gemm_sm90_epilogue.cuh", "hopper/cluster_reduction.cuh"
 INVALID = ("invalid", "invalid")
 
 SEEDS = {
     "a CTA that owns few rows expects the bytes of all": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "Tile::owned_rows(tile.split)", "kOwnedRows", DEADLOCK, SEVERAL,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "Tile<C>::owned_rows(tile.split)", "C::kOwnedRows", DEADLOCK, SEVERAL,
         {"split_k": 5, "block_m": 72},
     ),
     "partial sums past the tile are written": Seed(
-        "gemm_sm90", 90, EPILOGUE, "if (!kOwnsEvenly && owner * kOwnedRows + row >= kBlockM) continue;", "",
+        "gemm_sm90", 90, REDUCTION, "if (!kSendsAll && owner * L::kOwnedRows + row >= rows) continue;", "",
         INVALID, SEVERAL, {"split_k": 5, "block_m": 72},
     ),
     "two CTAs write to the same slot": Seed(
-        "gemm_sm90", 90, EPILOGUE, "tile.split < owner ? tile.split : tile.split - 1", "tile.split / 2", RACE, UNEVEN,
+        "gemm_sm90", 90, REDUCTION, "(split < owner ? split : split - 1)", "(split / 2)", RACE, UNEVEN,
         {"split_k": 5},
     ),
     "the partial sums of the last CTA are not added": Seed(
-        "gemm_sm90", 90, EPILOGUE, "other < kSplitK - 1; ++other", "other < kSplitK - 2; ++other", VALUES, UNEVEN,
+        "gemm_sm90", 90, REDUCTION, "other < (L::kSplitK - 1)", "other < (L::kSplitK - 2)", VALUES, UNEVEN,
         {"split_k": 5},
     ),
     "a CTA sends its own rows to itself and none to its neighbour": Seed(
-        "gemm_sm90", 90, EPILOGUE, "tile.split + 1 + index / kUnits", "tile.split + index / kUnits", RACE, UNEVEN,
+        "gemm_sm90", 90, REDUCTION, "split + 1 + index / kUnits", "split + index / kUnits", RACE, UNEVEN,
         {"split_k": 5},
     ),
     "a CTA stores rows that the next tile owns": Seed(
         "gemm_sm90", 90, EPILOGUE,
-        "if (!kOwnsEvenly) is_valid = is_valid && tile.split * kOwnedRows + local_row < kBlockM;", "",
+        "if (!C::kOwnsEvenly) is_valid = is_valid && tile.split * C::kOwnedRows + local_row < C::kBlockM;", "",
         INVALID, SEVERAL, {"split_k": 5, "block_m": 72},
     ),
     "row pairs are numbered as if four fitted into a block": Seed(
-        "gemm_sm90", 90, EPILOGUE, "(kPairs * (kBlockN / 2)) * (2 * kPairs)", "(kPairs * (kBlockN / 2)) * 8",
+        "gemm_sm90", 90, "gemm/gemm_sm90_tile.cuh", "(kPairs * (kBlockN / 2)) * (2 * kPairs)",
+        "(kPairs * (kBlockN / 2)) * 8",
         OUTSIDE, UNEVEN, {"split_k": 5},
     ),
 }  # fmt: skip

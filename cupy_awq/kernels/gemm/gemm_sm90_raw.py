@@ -113,7 +113,7 @@ class GemmSm90RawConfig:
         accumulators = self.rows * (self.block_n + 4) * 4
         stage = self.words * 1024 + max(128, 64 * self.rows)
         warp = max(self.stages * stage, ceil_div(accumulators, 128) * 128)
-        partials = (self.split_k - 1) * self.warps if self.invariant else self.split_k
+        partials = (self.split_k - 1) * (self.warps if self.invariant else 1)
         return self.warps * (warp + self.stages * 8) + partials * accumulators + 8
 
     def ctas(self, problem: Problem) -> int:
