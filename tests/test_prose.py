@@ -63,6 +63,12 @@ def test_no_module_and_no_cuda_source_is_long() -> None:
     assert not {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > MAX_LINES}
 
 
+def test_no_line_of_device_code_exceeds_120_columns() -> None:
+    paths = [path for path in sources(".cu", ".cuh") if path.is_relative_to(CUDA)]
+    lines = ((path, number, line) for path in paths for number, line in enumerate(path.open(encoding="utf-8"), 1))
+    assert not [f"{path.name}:{number}" for path, number, line in lines if len(line.rstrip("\n")) > 120]
+
+
 def test_no_docstring_starts_with_a_preposition() -> None:
     assert not [place(prose) for prose in all_docstrings() if first_word(prose) in FRAGMENTS and not is_test(prose)]
 

@@ -104,7 +104,8 @@ OFFSET_SEEDS = {
         "for (int i = 0; i < min(tile.iterations(), C::kStages); ++i)", ("out of bounds", "out of bounds"),
     ),
     "the stage of a tile of offsets has the phase of the preceding pass": (
-        KERNEL, "(iteration / C::kStages & 1u) ^ 1u}", "iteration / C::kStages & 1u}", ("barrier", "deadlock"),
+        "hopper/pipeline.cuh", "(iteration / kNumStages & 1u) ^ 1u}", "iteration / kNumStages & 1u}",
+        ("barrier", "deadlock"),
     ),
     "a tile of offsets is released while wgmma still reads it": (
         KERNEL, "        ptx::wgmma_wait_group<0>();\n#pragma unroll\n        for (int v", "        for (int v", RACE,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order in which CTAs take the tiles of y, and the part of K that each computes.
 //
-// A scheduler tells a cluster (of one CTA, where there are no clusters) its work units; a work unit (`unit` in names) is
-// one tile per CTA of the cluster:
+// A scheduler tells a cluster (of one CTA, where there are no clusters) its work units; a work unit (`unit` in names)
+// is one tile per CTA of the cluster:
 //
 //   StaticTileScheduler      one unit: the grid has a cluster per unit
 //   PersistentTileScheduler  units round-robin, so that copies for the next unit overlap with the stores of this one
-//   StreamKTileScheduler     the same, and clusters share the k tiles of the first units, so that no SM idles at the end
+//   StreamKTileScheduler     the same, and clusters share the k tiles of the first units, so that no SM idles
 //
 // A scheduler of a grouped GEMM, whose units belong to several matrices, would return the matrix with the coordinates.
 //
@@ -46,8 +46,8 @@ __device__ __forceinline__ constexpr auto slice_begin(Units units, Index index, 
   return units * index / slices;
 }
 
-// The unit of a cluster of kClusterSize CTAs in a grid of (n_blocks * kClusterSize, m_blocks) CTAs. The CTAs of a cluster
-// share the tile.
+// The unit of a cluster of kClusterSize CTAs in a grid of (n_blocks * kClusterSize, m_blocks) CTAs. The CTAs of a
+// cluster share the tile.
 template <int kClusterSize>
 struct StaticTileScheduler {
   static __device__ __forceinline__ TileCoordinates tile() {

@@ -4,8 +4,8 @@
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
 // Grid (CTAs that share columns, CTAs, groups): a CTA computes BLOCKS blocks of 16 rows of x. CTAs of a group with the
-// same blockIdx.y read the same columns of w at the same time, so all but one of these CTAs find the columns in L2. With
-// one block, CTAs do not share columns.
+// same blockIdx.y read the same columns of w at the same time, so all but one of these CTAs find the columns in L2.
+// With one block, CTAs do not share columns.
 //
 // A persistent CTA iterates over tiles of 8 * TILES columns. Each warp computes a slice of K, STEPS steps at a time, so
 // that a CTA reads whole, adjacent rows of w; reading pieces of many rows would lose a third of the bandwidth. Operands

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // GEMM on the repacked weight, for any M but fastest for up to a few hundred rows of x: the code shared by gemm_sm90.cu
-// (wgmma), gemm_sm90_mma.cu and gemm_sm90_mma_invariant.cu (mma, M <= 16). cuda_src/README.md describes the warps and barriers of one tile.
+// (wgmma), gemm_sm90_mma.cu and gemm_sm90_mma_invariant.cu (mma, M <= 16). cuda_src/README.md describes the warps and
+// barriers of one tile.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
@@ -19,8 +20,9 @@
 // each CTA over its slice of K. In a CTA a producer warp copies the weight, and for wgmma also x, to STAGES stages.
 // CONSUMERS groups of warps take turns at the stages, each with accumulators of the whole tile.
 //
-// Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA reads only the weight and, with GATHER_X, the order, and prefetches x and
-// the residual stream into L2. The next kernel starts before or after the wait (kStartsNextLate).
+// Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA reads only the weight and, with GATHER_X, the
+// order, and prefetches x and the residual stream into L2. The next kernel starts before or after the wait
+// (kStartsNextLate).
 #pragma once
 
 #include "common/warp.cuh"

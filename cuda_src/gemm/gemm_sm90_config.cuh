@@ -33,11 +33,11 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   // an earlier start, CTAs of three kernels may be resident at once: two CTAs of one kernel may then share an SM, which
   // takes them up to twice as long, while other SMs have none.
   static constexpr bool kStartsNextLate = START_NEXT_LATE;
-  // The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads
-  // of x queue behind the copies in flight.
+  // The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the
+  // loads of x queue behind the copies in flight.
   static constexpr int kWindow = WINDOW;
-  // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
-  // if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
+  // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or
+  // 0 if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
   static constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
   static constexpr int kSharedBytes = SHARED_BYTES;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of gemm_sm90.cu and gemm_sm90_mma.cu: sums the accumulators of all consumers and all CTAs of a cluster,
-// and stores y. The order of additions is fixed: the consumers of this CTA, then the other CTAs by rank. So it depends on
-// the row, unless RANK_ORDER = 1: then the partial sums of all CTAs are added by rank.
+// and stores y. The order of additions is fixed: the consumers of this CTA, then the other CTAs by rank. So it depends
+// on the row, unless RANK_ORDER = 1: then the partial sums of all CTAs are added by rank.
 //
 //   1. each consumer stores its accumulators to shared memory                          store_accumulators
 //   2. each CTA sums its consumers' accumulators of the rows that another CTA owns

@@ -128,7 +128,7 @@ __device__ __forceinline__ void copy_partial_sums(const typename C::SharedStorag
   }
 }
 
-// Adds the partial sums of the other clusters. Every warpgroup waits for and releases each stage, but adds only its own.
+// Adds the partial sums of the other clusters. Every warpgroup waits for and releases each stage, but adds its own.
 template <class C, class Ring>
 __device__ __forceinline__ void add_partial_sums(typename C::Accumulators& accumulators,
                                                  const typename C::Scheduler& scheduler,
@@ -195,8 +195,8 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const typename C::Ac
     if constexpr (C::kGated) value *= fmaf(accumulators[1][v], result_factor, biases[1][upper]);
     return value;
   };
-  // A chunk is kStoreRows rows of the tile, stored in kPasses passes; per pass a thread stores 8 columns of one row. The
-  // last of several chunks of 16 rows may have 8 rows.
+  // A chunk is kStoreRows rows of the tile, stored in kPasses passes; per pass a thread stores 8 columns of one row.
+  // The last of several chunks of 16 rows may have 8 rows.
   constexpr int kChunks = ceil_div(C::kBlockM, C::kStoreRows);
   constexpr int kPasses = C::kStoreRows * C::kStoreN / 8 / 128;
   auto tile_row = [&](int chunk, int pass) { return chunk * C::kStoreRows + (pass * 128 + thread) / (C::kStoreN / 8); };
@@ -222,8 +222,8 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const typename C::Ac
   if constexpr (C::kHasResidual) load_residuals(0);
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
                           (lane / 16 * 8 + lane % 8) * C::kStoreRowBytes + (thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
-  // No loop: with a residual and 16 rows per chunk the compiler does not unroll it, and accumulators that are indexed at
-  // run time lie in local memory, where they are stored before the wait for wgmma.
+  // No loop: with a residual and 16 rows per chunk the compiler does not unroll it, and accumulators that are indexed
+  // at run time lie in local memory, where they are stored before the wait for wgmma.
   for_each_constant<kChunks>([&](int chunk) {
     ptx::barrier_sync(1 + warpgroup, 128);
     if constexpr (C::kHasResidual) {

@@ -11,7 +11,8 @@
 //   bias      BIAS [n] or null
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   w_map     tensor map of qweight, uint32 [k, n / 8], as [row % 8][row / 8][n / 8]; INVARIANT: [row % 4][row / 4][n / 8]
+//   w_map     tensor map of qweight, uint32 [k, n / 8], as [row % 8][row / 8][n / 8], with INVARIANT as
+//             [row % 4][row / 4][n / 8]
 //   x_map     tensor map of x as [k / 32][m][32]; a box has all rows
 //
 // Limits: m <= ROWS; k and group_size are multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); addresses and row
@@ -27,8 +28,8 @@
 // RawCodes converts a register that holds the low halves (even columns) or the high halves (odd columns) of the words
 // of two adjacent k.
 //
-// INVARIANT: the arithmetic of gemm_sm80 with SPLIT_K * WARPS slices of K, for a batch-invariant GEMM. Operand A is q - z,
-// each k16 step has the same 16 k, and the accumulators of all warps of the cluster are added one after the other:
+// INVARIANT: the arithmetic of gemm_sm80 with SPLIT_K * WARPS slices of K, for a batch-invariant GEMM. Operand A is q -
+// z, each k16 step has the same 16 k, and the accumulators of all warps of the cluster are added one after the other:
 //   (t, k16 step j of 2, register pair p of A, register p of B) -> k 16j + 4t + 2p, 16j + 4t + 2p + 1
 //
 // Each warp is producer and consumer of its own ring of STAGES stages, each of one step: the warp copies words and x by
@@ -90,8 +91,8 @@ struct GemmSm90Raw : Host {
   static constexpr int kXBytes = Host::kRows * kStepK * 2;
   static constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
 
-  // Each warp has a ring of stages; a stage holds words [column range][row % kLaneRows][row / kLaneRows][kRangeWords] and
-  // x [row][32].
+  // Each warp has a ring of stages; a stage holds words [column range][row % kLaneRows][row / kLaneRows][kRangeWords]
+  // and x [row][32].
   // After the main loop, the warp's accumulators, float [row][kSumStride], overwrite the ring.
   static constexpr int kSumStride = kBlockN + 4;
   static constexpr int kTileFloats = Host::kRows * kSumStride;
@@ -238,8 +239,8 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
   float group_sums[C::kWords][4][C::kTilesM][4] = {};
   float x_sums[C::kTilesM][4] = {};
   WordGroup<Scale, C::kZeros, true> parameters[C::kWords];
-  // INVARIANT: the zero points in the form that Codes::low and Codes::high subtract, [word][odd column][nibble pair], and
-  // the words of zero points of the next group.
+  // INVARIANT: the zero points in the form that Codes::low and Codes::high subtract, [word][odd column][nibble pair],
+  // and the words of zero points of the next group.
   uint32_t group_zeros[C::kWords][2][4], next_zeros[C::kWords];
   auto fetch_zeros = [&](int index) {
 #pragma unroll

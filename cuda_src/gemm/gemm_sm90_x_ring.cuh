@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// x in gemm_sm90_mma.cu and gemm_sm90_mma_invariant.cu: the consumers copy x themselves with cp.async, which has a lower
-// latency than TMA for few rows.
+// x in gemm_sm90_mma.cu and gemm_sm90_mma_invariant.cu: the consumers copy x themselves with cp.async, which has a
+// lower latency than TMA for few rows.
 #pragma once
 
 #include "gemm/gemm_sm90.cuh"

@@ -72,8 +72,8 @@ struct RowMajorSums {
   }
 };
 
-// Sends this CTA's partial sums to the CTAs that own the rows. `split` is the index of its slice of K, and `first_rank` the
-// rank of the CTA with the first slice. Rows from `rows` on are not sent. Storage is a SharedStorage with the array
+// Sends this CTA's partial sums to the CTAs that own the rows. `split` is the index of its slice of K, and `first_rank`
+// the rank of the CTA with the first slice. Rows from `rows` on are not sent. Storage is a SharedStorage with the array
 // Received of the partial sums that a CTA receives, and received_barrier().
 template <class L, class Storage>
 __device__ __forceinline__ void send_partial_sums(const Storage& shared, const float* accumulators, uint32_t split,
@@ -114,8 +114,8 @@ __device__ __forceinline__ void send_partial_sums(const Storage& shared, const f
   }
 }
 
-// Sets `out` to the sums over all consumers and CTAs, for the columns from `column` of an owned row; called by the owner
-// after all of its consumers have stored their accumulators. `received` are the partial sums of the other CTAs.
+// Sets `out` to the sums over all consumers and CTAs, for the columns from `column` of an owned row; called by the
+// owner after all of its consumers have stored their accumulators. `received` are the partial sums of the other CTAs.
 template <class L, class Storage, int kCount>
 __device__ __forceinline__ void add_all(float (&out)[kCount], const Storage& shared, const float* accumulators,
                                         const float* received, uint32_t split, uint32_t row, uint32_t column) {

@@ -8,9 +8,9 @@
 //   full     each producer warp has arrived, all expected bytes landed    producer warps    consumers
 //   empty    every consumer warp has released the stage                   consumer warps    producer warps
 //
-// In gemm_int8_sm90 two more warps, and in gemm_w4a8_sm90 up to one, fill the stages with their own stores. The producer of gemm_sm90 also waits on the full
-// barriers if it limits the copies in flight to fewer than all stages; each of these waits precedes the next copies to
-// the stage.
+// In gemm_int8_sm90 two more warps, and in gemm_w4a8_sm90 up to one, fill the stages with their own stores. The
+// producer of gemm_sm90 also waits on the full barriers if it limits the copies in flight to fewer than all stages;
+// each of these waits precedes the next copies to the stage.
 //
 // Phases. The hardware counts the phases of a barrier from 0 and starts the next phase when one completes. A wait names
 // the parity of the phase that it expects, and returns once this phase has completed. The expected parity is a variable
@@ -39,9 +39,9 @@
 // arguments hold without empty barriers: only the warp that waits for phase i starts the copies of phase i + 1, after
 // this wait and after a __syncwarp. So phase i + 1 cannot complete before all lanes have seen phase i complete.
 //
-// The expected parity flips only in the advance functions of PipelineState and PipelineAddresses; Producer::copy_offsets
-// of gemm_w4a8_sm90 computes it from the iteration. The only mbarrier
-// that belongs to no ring is PartialSumBarrier (cluster_reduction.cuh), which completes a single phase, phase 0.
+// The expected parity flips only in this file: in the advance functions of PipelineState and PipelineAddresses, and
+// PipelineState::producer_at computes it. The only mbarrier that belongs to no ring is that of PartialSumBarrier
+// (cluster_reduction.cuh), which completes a single phase, phase 0.
 //
 // Usage:
 //
@@ -83,6 +83,11 @@ struct PipelineState {
   static __device__ constexpr PipelineState producer() { return {0, 1}; }
   // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
+
+  // Returns the state of a producer that has advanced `iteration` times.
+  static __device__ __forceinline__ constexpr PipelineState producer_at(int iteration) {
+    return {iteration % kNumStages, (iteration / kNumStages & 1u) ^ 1u};
+  }
 
   // In advance, advance_by_branch and advance_by, after the last stage the index wraps to 0 and the expected parity
   // flips. ptxas allocates different numbers of registers for the three, so each kernel uses the one that suits its

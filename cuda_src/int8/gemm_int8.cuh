@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operands and the arithmetic of gemm_int8_simt, gemm_int8_sm75, gemm_int8_sm80 and gemv_int8:
 //
-//   y[m, n] = activation(sum over quantization blocks b of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k_b*oB) + bias[n])
-//   C = sum over the k_b columns of b of a * w, in int32
+//   y[m, n] = activation(sum over quantization blocks b of sX*(C*sW + sumX*oW) + oX*(sumW*sW + k_b*oW) + bias[n])
+//   C = sum over the k_b columns of b of xq * w, in int32
 //
-// This is the product of A = a*sA + oA and W = w*sB + oB. Only the float32 sums over the blocks are rounded. "Block"
-// means a quantization block: block_size columns of A and W with the same scale and offset.
+// This is the product of x = xq*sX + oX and W = w*sW + oW. Only the float32 sums over the blocks are rounded. "Block"
+// means a quantization block: block_size columns of x and W with the same scale and offset.
 //
 //   xq          int8 [m, k]
-//   x_scale     float32 [m, blocks], sA
-//   x_offset    float32 [m, blocks], oA; null without X_OFFSET
-//   x_sums      int32 [m, blocks], sumA, the sum of a
+//   x_scale     float32 [m, blocks], sX
+//   x_offset    float32 [m, blocks], oX; null without X_OFFSET
+//   x_sums      int32 [m, blocks], sumX, the sum of xq
 //   codes       w, padded with zeros to k_padded, which is k rounded up to 32. BITS = 8: int8 [n, k_padded]. BITS = 4:
 //               bytes [n, k_padded / 2]; byte i of the 16 bytes of 32 k holds k = i in its low nibble and k = 16 + i in
 //               its high nibble, both in two's complement
-//   parameters  float32 [3, blocks, n_padded], where n_padded is n rounded up to 128: sB, oB, sumB*sB. With BITS = 4,
-//               sB is divided by 16, because the kernels use a nibble as the high half of a byte, which is 16 times w
+//   parameters  float32 [3, blocks, n_padded], where n_padded is n rounded up to 128: sW, oW, sumW*sW. With BITS = 4,
+//               sW is divided by 16, because the kernels use a nibble as the high half of a byte, which is 16 times w
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy
 //   partials, counters   the split-K workspace (common/reduce.cuh)
 //
 // FP8: xq is e4m3 with one scale per row, x_scale [m], and x_sums are float32 sums of the values of xq. The 4-bit codes
-// are unsigned. The kernels use a code as the low half of a byte, which is code * 2^-9 as e4m3; sB and oB include this
+// are unsigned. The kernels use a code as the low half of a byte, which is code * 2^-9 as e4m3; sW and oW include this
 // factor and the zero point.
 #pragma once
 
@@ -79,7 +79,7 @@ constexpr int32_t kMagicBits = 0x4b400000;
 __device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - 12582912.0f; }
 
 // add_block and add_offsets add the terms of one quantization block to an accumulator `sum`: `product` is C, `row` is
-// sA*sumA + k_b*oA (row_term), and `column` is sumB*sB.
+// sX*sumX + k_b*oX (row_term), and `column` is sumW*sW.
 __device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {
   return fmaf(product, x_scale * scale, sum);
 }

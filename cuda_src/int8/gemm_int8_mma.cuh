@@ -6,10 +6,10 @@
 // start at multiples of two elements. X_BLOCKS: the largest number of blocks that overlap a stage.
 //
 // A CTA has WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y. It has STAGES pipeline stages in shared
-// memory, each of 128 columns of A and W. A stage holds:
+// memory, each of 128 columns of x and W. A stage holds:
 //   x [BLOCK_M][128] bytes; the 16-byte chunk c of row r is stored as chunk c ^ (r % 8)
 //   weight [BLOCK_N][128] bytes with the same swizzle; for 4 bits [BLOCK_N][64] with chunk c as chunk c ^ (r / 2 % 4)
-//   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N]
+//   sX, oX, sumX [X_BLOCKS][3][BLOCK_M] and sW, oW, sumW*sW [X_BLOCKS][3][BLOCK_N]
 #pragma once
 
 #include "common/copy_to_shared.cuh"
@@ -32,7 +32,7 @@ struct GemmInt8Mma : Host {
   static constexpr int kXBytes = kBlockM * kBlockK;
   static constexpr int kChunksN = Host::kBits;  // number of 16-byte chunks per row of the weight in a stage
   static constexpr int kWeightBytes = kBlockN * kChunksN * 16;
-  static constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sA, oA, sumA in a stage
+  static constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sX, oX, sumX in a stage
   static constexpr int kWeightParameters = kXParameters + Host::kXBlocks * 3 * kBlockM * 4;
   static constexpr int kStageBytes = kWeightParameters + Host::kXBlocks * 3 * kBlockN * 4;
   static constexpr int kAccumulators = kTilesM * kTilesN * 4;

@@ -2,7 +2,7 @@
 // The integer GEMM of gemm_int8.cuh, which describes the arguments, on CUDA cores; any k, any block_size, any
 // architecture. ALIGNED: quantization blocks begin at multiples of 32 columns, and rows of xq at multiples of 8 bytes.
 //
-// A CTA of 256 threads computes a 64 x 64 tile; a thread has 4 x 4 accumulators. Shared memory holds 32 columns of A
+// A CTA of 256 threads computes a 64 x 64 tile; a thread has 4 x 4 accumulators. Shared memory holds 32 columns of x
 // and W at a time, all of one quantization block, in words of four codes.
 #include "int8/gemm_int8.cuh"
 

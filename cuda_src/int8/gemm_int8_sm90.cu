@@ -54,9 +54,9 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr int kClusterSize = CLUSTER;
   static constexpr int kSplitK = SPLIT_K;
   static constexpr int kM64Tiles = M64_TILES;
-  // True if the warpgroups divide the columns of a CTA tile, and each computes kBlockM rows; false if they divide the rows,
-  // 64 per warpgroup. wgmma with N = 128 reads less shared memory than two with N = 64; int8 uses N = 64, as it converts
-  // its accumulators to float32.
+  // True if the warpgroups divide the columns of a CTA tile, and each computes kBlockM rows; false if they divide the
+  // rows, 64 per warpgroup. wgmma with N = 128 reads less shared memory than two with N = 64; int8 uses N = 64, as it
+  // converts its accumulators to float32.
   static constexpr bool kHasAllRows = HAS_ALL_ROWS;
   static constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
   static constexpr int kSharedBytes = SHARED_BYTES;

@@ -126,8 +126,8 @@ struct KTiles {
   }
 };
 
-// Stores a warpgroup's owned rows of a tile, the octets from `first_octet`, through shared memory: adjacent accumulators
-// of a thread belong to different rows of y, but a 16-byte store writes adjacent columns of one row.
+// Stores a warpgroup's owned rows of a tile, the octets from `first_octet`, through shared memory: adjacent
+// accumulators of a thread belong to different rows of y, but a 16-byte store writes adjacent columns of one row.
 template <class C>
 __device__ __forceinline__ void store_tile(uint8_t* memory, const typename C::OwnedAccumulators& accumulators,
                                            const TileCoordinates& tile, const Epilogue<typename C::T, C>& epilogue,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // GEMM of 8-bit rows x and a 4-bit weight W with wgmma on sm_90a, for one to hundreds of rows:
 //
-//   y[m, n] = activation(sum over k tiles t of x_t[m] . (q_t[n] - z_t[n]) * sW_t[n] * sx_t[m] + bias[n])
+//   y[m, n] = activation(sum over k tiles t of x_t[m] . (q_t[n] - z_t[n]) * sW_t[n] * sX_t[m] + bias[n])
 //
 // A k tile is 128 k.
 //
@@ -11,13 +11,13 @@
 //               + i in its low nibble and k + 16 in its high nibble, of column 16 warp + g or 16 warp + g + 8
 //   offsets     with OFFSET_TILES float16 [ceil(n / 64)][ceil(k / 4096)] tiles of offsets: -z * sW / unit of 64 columns
 //               and 32 k tiles, in the order of operand A of a wgmma of 16 bits (ptx/wgmma.cuh): [2 k16][warp][lane][8]
-//   units       with OFFSET_TILES float32 {512 / unit, unit}: the accumulators hold y / unit. The unit is a power of two
-//               for which the offsets are within the range of float16.
+//   units       with OFFSET_TILES float32 {512 / unit, unit}: the accumulators hold y / unit. The unit is a power of
+//               two for which the offsets are within the range of float16.
 //   x_map       tensor map of x, int8 [1][m][k], boxes of [1][BLOCK_M / SHARE_X][128], 128-byte swizzle
 //   x_row_scale float32 [m], the scale of each row, with ROW_SCALES; otherwise null
 //   sums_map    with OFFSET_TILES tensor map of the sums of the values of x per k tile, float16 [1][m][ceil(k / 128)],
 //               boxes of [1][BLOCK_M][64], 128-byte swizzle; otherwise not used
-//   x_values    float32 [m, ceil(k / block_size)]: the scales sx, or with FP8 the sums of the values of x; null for
+//   x_values    float32 [m, ceil(k / block_size)]: the scales sX, or with FP8 the sums of the values of x; null for
 //               int8 with ROW_SCALES and with OFFSET_TILES
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy; `aligned`: whether the rows of y start at multiples of 16 bytes
@@ -140,7 +140,7 @@ struct Producer {
     const auto pipeline = tile.shared.pipeline();
     const int offset_tiles = ceil_div(tile.weight_k_tiles, C::kOffsetTileGroups);
     for (int iteration = tile.weight_iterations(); iteration < tile.iterations(); ++iteration) {
-      const PipelineState<C::kStages> state{iteration % C::kStages, (iteration / C::kStages & 1u) ^ 1u};
+      const auto state = PipelineState<C::kStages>::producer_at(iteration);
       const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
       const int offset_tile = tile.k_tile_begin + iteration - tile.weight_k_tiles;
       pipeline.producer_acquire(state);

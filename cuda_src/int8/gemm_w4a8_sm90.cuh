@@ -84,9 +84,9 @@ struct GemmW4A8Sm90 : Host {
   };
 };
 
-// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end), where tiles of offsets
-// follow the last k tile of the weight. An iteration of the main loop consumes one stage: kKTiles k tiles, or fewer in
-// the last iteration.
+// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end), where tiles of
+// offsets follow the last k tile of the weight. An iteration of the main loop consumes one stage: kKTiles k tiles, or
+// fewer in the last iteration.
 template <class C>
 struct Tile {
   typename C::SharedStorage shared;

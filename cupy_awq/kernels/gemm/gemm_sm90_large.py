@@ -87,7 +87,7 @@ class GemmSm90LargeConfig:
         cluster: number of CTAs per cluster; the CTAs compute adjacent columns of the same rows.
         ctas: number of CTAs of the launch.
         stream_k_units: number of units that are computed with stream-K, counted from the first; each of the others is
-            computed by one cluster. See ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+            computed by one cluster. See ``StreamKTileScheduler`` in ``cuda_src/common/tile_scheduler.cuh``.
         stream_k_clusters: number of clusters among which the k tiles of the stream-K units are divided.
         block_m: number of rows per CTA tile.
         warpgroups: number of consumer warpgroups per CTA.
@@ -242,7 +242,7 @@ def describe_work(config: GemmSm90LargeConfig, problem: Problem) -> str:
     """Return how the tiles of y and their k tiles are divided among the clusters, which `explain` prints.
 
     A stream-K unit is shared if the share of one cluster ends, and that of the next begins, within its k tiles; the
-    shares are those of ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+    shares are those of ``StreamKTileScheduler`` in ``cuda_src/common/tile_scheduler.cuh``.
 
     >>> config = GemmSm90LargeConfig(1, 132, stream_k_units=159, stream_k_clusters=132, block_m=240, m64_tiles=1)
     >>> describe_work(config, Problem(700, 17984, 4480, 128)).split("; ")  # doctest: +ELLIPSIS
