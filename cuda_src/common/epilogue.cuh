@@ -16,9 +16,7 @@ template <class BiasType, Activation kFunction, bool kHasGate, bool kAddsBias, b
 struct EpilogueOptions {
   using Bias = BiasType;
   static constexpr Activation kActivation = kFunction;
-  static constexpr bool kGated = kHasGate;
-  static constexpr bool kHasBias = kAddsBias;
-  static constexpr bool kHasResidual = kAddsResidual;
+  static constexpr bool kGated = kHasGate, kHasBias = kAddsBias, kHasResidual = kAddsResidual;
 };
 
 // The operands of the epilogue: bias Options::Bias [n], residual T [m, n] (gated: [m, n / 2]) with row stride ldr, and

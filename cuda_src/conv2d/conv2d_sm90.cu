@@ -49,31 +49,21 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tma.cuh"
+#include "hopper/transposed_store.cuh"
 #include "hopper/wgmma.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/stmatrix.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90 needs sm_90a");
 
 struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL> {
   using T = X;  // type of x and y
   static constexpr int kBits = BITS;
-  static constexpr bool kNhwc = NHWC;
-  static constexpr bool kAligned = ALIGNED;
-  static constexpr bool kHalo = HALO;
-  static constexpr int kWgCo = WG_CO;
-  static constexpr int kWgPx = WG_PX;
-  static constexpr int kTileH = TILE_H;
-  static constexpr int kTileW = TILE_W;
-  static constexpr int kBoxH = BOX_H;
-  static constexpr int kBoxW = BOX_W;
+  static constexpr bool kNhwc = NHWC, kAligned = ALIGNED, kHalo = HALO;
+  static constexpr int kWgCo = WG_CO, kWgPx = WG_PX, kTileH = TILE_H, kTileW = TILE_W, kBoxH = BOX_H, kBoxW = BOX_W;
   static constexpr int kParameterGroups = PARAMETER_GROUPS;
   static constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk, each of 16 channels
-  static constexpr int kXStages = X_STAGES;
-  static constexpr int kCodeStages = CODE_STAGES;
-  static constexpr int kSplitK = SPLIT_K;
-  static constexpr int kCtasPerSm = CTAS_PER_SM;
+  static constexpr int kXStages = X_STAGES, kCodeStages = CODE_STAGES, kSplitK = SPLIT_K, kCtasPerSm = CTAS_PER_SM;
   static constexpr int kSharedBytes = SHARED_BYTES;
 };
 
@@ -93,7 +83,7 @@ struct Conv2dSm90 : Host {
   static constexpr int kCodeTileBytes = 512 * Host::kBits;
   static constexpr int kCodeBytes = Host::kWgCo * kCodeTileBytes;
   static constexpr int kParameterBytes = Host::kWgCo * Host::kParameterGroups * 256;
-  static constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
+  static constexpr int kStoreRowBytes = kTransposedRowBytes<typename Host::T, 64>;
   static constexpr int kStoreRows = ceil_div(kOwnedGroups, 2) * 16;
   static constexpr int kStoreBytes = kWarpgroups * kStoreRows * kStoreRowBytes;
 
@@ -218,15 +208,7 @@ __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* codes, const ui
   };
 
   if (warp == C::kConsumerWarps) {
-    for (int stage_idx = lane; stage_idx < C::kXStages + C::kCodeStages; stage_idx += 32) {
-      const bool is_x = stage_idx < C::kXStages;
-      const int code_stage_idx = stage_idx - C::kXStages;
-      ptx::mbarrier_init(
-          is_x ? shared.x_pipeline().full_barrier(stage_idx) : shared.code_pipeline().full_barrier(code_stage_idx), 1);
-      ptx::mbarrier_init(
-          is_x ? shared.x_pipeline().empty_barrier(stage_idx) : shared.code_pipeline().empty_barrier(code_stage_idx),
-          C::kConsumerWarps);
-    }
+    init_pipelines<C::kXStages, C::kCodeStages>(shared.x_pipeline(), shared.code_pipeline(), C::kConsumerWarps, lane);
     ptx::fence_mbarrier_init();
   }
   cluster_sync<C::kSplitK>();
@@ -349,15 +331,8 @@ __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* codes, const ui
     matmul(a[0]);
   }
   const int co = (co_begin() + wg_co) * 64;
-  float biases[2] = {};
   const Epilogue<T, C> epilogue{bias, nullptr, low, high, outputs, 0};
-  if constexpr (C::kHasBias) {
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const int output = co + row + upper * 8;
-      if (output < outputs) biases[upper] = epilogue.biased(0.0f, output);
-    }
-  }
+  const Vector<float, 2> biases = output_biases(epilogue, co + row);
   ptx::wgmma_wait_group<0>();
 
   // The accumulators of the 8-pixel groups that this CTA owns (first_group, first_group + 1, ...), reduced over the
@@ -375,7 +350,9 @@ __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* codes, const ui
         shared.begin + C::SharedStorage::PartialSums::kBegin, rank, warpgroup);
   }
   // A group has 4 accumulators: in warp w, 0 and 1 belong to output 16 w + g, 2 and 3 to output 16 w + g + 8.
-  auto finish = [&](int index) { return from_float<T>(epilogue.activate(totals[index] + biases[index / 2 % 2])); };
+  auto finish = [&](int index) {
+    return from_float<T>(epilogue.activate(totals[index] + biases.values[index / 2 % 2]));
+  };
   const int3 tile_begin = pixel_tile_begin(wg_px);
   // Sets `at` to the coordinates in y of pixel `pixel`, counted from the first pixel that this CTA owns. Returns false
   // if the pixel lies outside of y.
@@ -386,19 +363,10 @@ __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* codes, const ui
   };
   if constexpr (C::kNhwc) {
     uint8_t* buffer = memory + warpgroup * C::kStoreRows * C::kStoreRowBytes;
-    const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
-                            (lane / 16 * 8 + lane % 8) * C::kStoreRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
+    const uint32_t target = transposed_address<C::kStoreRowBytes>(buffer, warp % 4, lane);
 #pragma unroll
     for (int group = 0; group < C::kOwnedGroups; group += 2) {
-      uint32_t values[4] = {};
-#pragma unroll
-      for (int matrix = 0; matrix < 4; ++matrix) {
-        const int index = group * 4 + matrix * 2;
-        if (index < C::kOwnedGroups * 4) {
-          values[matrix] = uint32_t{finish(index).bits} | uint32_t{finish(index + 1).bits} << 16;
-        }
-      }
-      ptx::stmatrix_x4_trans(target + group * 8 * C::kStoreRowBytes, values);
+      store_transposed<C::kOwnedGroups * 4>(target + group * 8 * C::kStoreRowBytes, group * 4, finish);
     }
     ptx::barrier_sync(2 + warpgroup, 128);
     const int output = co + thread % 8 * 8;

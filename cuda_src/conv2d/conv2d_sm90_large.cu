@@ -45,10 +45,10 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tma.cuh"
+#include "hopper/transposed_store.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence_proxy.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_shared.cuh"
 
@@ -57,22 +57,11 @@ static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90_large needs sm_90a");
 struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL> {
   using T = X;  // type of x and y
   static constexpr bool kHalo = HALO;
-  static constexpr int kWgCo = WG_CO;
-  static constexpr int kWgPx = WG_PX;
-  static constexpr int kPixelTiles = PIXEL_TILES;
-  static constexpr int kPixels = PIXELS;
-  static constexpr int kTileN = TILE_N;
-  static constexpr int kTileH = TILE_H;
-  static constexpr int kTileW = TILE_W;
-  static constexpr int kPlanesH = PLANES_H;
-  static constexpr int kPlanesW = PLANES_W;
-  static constexpr int kBoxH = BOX_H;
+  static constexpr int kWgCo = WG_CO, kWgPx = WG_PX, kPixelTiles = PIXEL_TILES, kPixels = PIXELS, kTileN = TILE_N;
+  static constexpr int kTileH = TILE_H, kTileW = TILE_W, kPlanesH = PLANES_H, kPlanesW = PLANES_W, kBoxH = BOX_H;
   static constexpr int kBoxW = BOX_W;
   static constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk, each of 16 channels
-  static constexpr int kXStages = X_STAGES;
-  static constexpr int kWeightStages = WEIGHT_STAGES;
-  static constexpr int kSplitK = SPLIT_K;
-  static constexpr int kCtasPerSm = CTAS_PER_SM;
+  static constexpr int kXStages = X_STAGES, kWeightStages = WEIGHT_STAGES, kSplitK = SPLIT_K, kCtasPerSm = CTAS_PER_SM;
   static constexpr int kSharedBytes = SHARED_BYTES;
 };
 
@@ -95,7 +84,7 @@ struct Conv2dSm90Large : Host {
   static constexpr int kTileBytes = 64 * 128;
   static constexpr int kWeightBytes = Host::kWgCo * kTileBytes;
   static constexpr int kStoreRows = 32;
-  static constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
+  static constexpr int kStoreRowBytes = kTransposedRowBytes<typename Host::T, 64>;
 
   static_assert(kTilePixels <= Host::kPixels, "a wgmma covers a pixel tile");
   static_assert(!Host::kHalo || (Host::kTileN == 1 && Host::kTileW == 8 && kTilePixels == Host::kPixels),
@@ -159,13 +148,7 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
   };
 
   if (warp == C::kConsumerWarps) {
-    for (int stage_idx = lane; stage_idx < C::kXStages + C::kWeightStages; stage_idx += 32) {
-      const bool is_x = stage_idx < C::kXStages;
-      const int weight_stage_idx = stage_idx - C::kXStages;
-      ptx::mbarrier_init(is_x ? x_pipeline.full_barrier(stage_idx) : weight_pipeline.full_barrier(weight_stage_idx), 1);
-      ptx::mbarrier_init(is_x ? x_pipeline.empty_barrier(stage_idx) : weight_pipeline.empty_barrier(weight_stage_idx),
-                         C::kConsumerWarps);
-    }
+    init_pipelines<C::kXStages, C::kWeightStages>(x_pipeline, weight_pipeline, C::kConsumerWarps, lane);
     ptx::fence_mbarrier_init();
   }
   if constexpr (C::kTilePixels < C::kPixels) {
@@ -230,8 +213,7 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
   const int wg_px = warpgroup / C::kWgCo;
   const int thread = threadIdx.x % 128;
   uint8_t* buffer = memory + C::SharedStorage::Store::kBegin + warpgroup * C::kStoreRows * C::kStoreRowBytes;
-  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
-                          (lane / 16 * 8 + lane % 8) * C::kStoreRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
+  const uint32_t target = transposed_address<C::kStoreRowBytes>(buffer, warp % 4, lane);
   const Epilogue<T, C> epilogue{bias, nullptr, low, high, outputs, 0};
 
   auto x_state = PipelineState<C::kXStages>::consumer();
@@ -296,16 +278,9 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
 
     // A group has 4 accumulators: in warp w, 0 and 1 belong to output 16 w + g, 2 and 3 to output 16 w + g + 8.
     const int co = (tile % co_blocks * C::kWgCo + wg_co) * 64;
-    float biases[2] = {};
-    if constexpr (C::kHasBias) {
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const int output = co + warp % 4 * 16 + lane / 4 + upper * 8;
-        if (output < outputs) biases[upper] = epilogue.biased(0.0f, output);
-      }
-    }
+    const Vector<float, 2> biases = output_biases(epilogue, co + warp % 4 * 16 + lane / 4);
     auto finish = [&](int index) {
-      return uint32_t{from_float<T>(epilogue.activate(totals[index] + biases[index / 2 % 2])).bits};
+      return from_float<T>(epilogue.activate(totals[index] + biases.values[index / 2 % 2]));
     };
     int3 corners[C::kPixelTiles];
 #pragma unroll
@@ -318,13 +293,7 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
       for (int rows = 0; rows < C::kStoreRows; rows += 16) {
         const int values_begin = (chunk * C::kStoreRows + rows) / 2;
         if (values_begin >= C::kOwnedGroups * 4) continue;
-        uint32_t values[4] = {};
-#pragma unroll
-        for (int matrix = 0; matrix < 4; ++matrix) {
-          const int index = values_begin + matrix * 2;
-          if (index < C::kOwnedGroups * 4) values[matrix] = finish(index) | finish(index + 1) << 16;
-        }
-        ptx::stmatrix_x4_trans(target + rows * C::kStoreRowBytes, values);
+        store_transposed<C::kOwnedGroups * 4>(target + rows * C::kStoreRowBytes, values_begin, finish);
       }
       ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll

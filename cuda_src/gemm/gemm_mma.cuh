@@ -56,8 +56,7 @@ struct GemmMma : Host {
   static constexpr int kThreads = Host::kWarps * 32;
   static constexpr int kWarpN = 32;
   static constexpr int kBlockN = Host::kWarps * kWarpN;
-  static constexpr int kBlockK = 64;
-  static constexpr int kStepK = 16;
+  static constexpr int kBlockK = 64, kStepK = 16;
   static constexpr int kTilesM = Host::kBlockM / 8;  // number of mma tiles per warp along m
   static constexpr int kTilesN = 2;                  // number of mma tiles per warp along n
   static constexpr int kXChunks = Host::kBlockM * kBlockK / 8;

@@ -10,9 +10,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using Scale = SCALE;
   static constexpr bool kAligned = ALIGNED;
   static constexpr Zeros kZeros = Zeros::ZEROS;
-  static constexpr int kBlockM = BLOCK_M;
-  static constexpr int kWarps = WARPS;
-  static constexpr int kStages = STAGES;
+  static constexpr int kBlockM = BLOCK_M, kWarps = WARPS, kStages = STAGES;
   static constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
   static constexpr int kSlices = SLICES;  // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
 };

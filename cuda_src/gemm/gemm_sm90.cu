@@ -20,8 +20,7 @@
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 
 struct Config : GemmSm90Config {
-  static constexpr int kWarpgroups = WARPGROUPS;
-  static constexpr int kM64Tiles = M64_TILES;
+  static constexpr int kWarpgroups = WARPGROUPS, kM64Tiles = M64_TILES;
   static constexpr bool kScaled = SCALED;
 };
 

@@ -38,8 +38,7 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   static constexpr int kWindow = WINDOW;
   // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or
   // 0 if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
-  static constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
-  static constexpr int kSharedBytes = SHARED_BYTES;
+  static constexpr int kConsumerRegisters = CONSUMER_REGISTERS, kSharedBytes = SHARED_BYTES;
 };
 
 // The additional parameters of a fused GEMM.

@@ -40,9 +40,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
                 RepackedLayout<SCALE, Zeros::ZEROS, GROUPS> {
   using T = X;  // type of x, the residual and y
   static constexpr bool kAligned = ALIGNED;
-  static constexpr int kBlockM = BLOCK_M;
-  static constexpr int kStages = STAGES;
-  static constexpr int kCluster = CLUSTER;
+  static constexpr int kBlockM = BLOCK_M, kStages = STAGES, kCluster = CLUSTER;
   static constexpr bool kStreamK = STREAM_K;      // whether clusters share units (tile_scheduler.cuh)
   static constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
   static constexpr int kM64Tiles = M64_TILES;     // number of m64 tiles (64 columns of y each) per warpgroup

@@ -6,6 +6,7 @@
 #include "common/reduce.cuh"
 #include "gemm/gemm_sm90_large.cuh"
 #include "hopper/tma.cuh"
+#include "hopper/transposed_store.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence_proxy.cuh"
@@ -220,8 +221,7 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const typename C::Ac
     }
   };
   if constexpr (C::kHasResidual) load_residuals(0);
-  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
-                          (lane / 16 * 8 + lane % 8) * C::kStoreRowBytes + (thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
+  const uint32_t target = transposed_address<C::kStoreRowBytes>(buffer, thread / 32, lane);
   // No loop: with a residual and 16 rows per chunk the compiler does not unroll it, and accumulators that are indexed
   // at run time lie in local memory, where they are stored before the wait for wgmma.
   for_each_constant<kChunks>([&](int chunk) {

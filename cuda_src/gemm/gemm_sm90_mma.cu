@@ -31,8 +31,7 @@
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
 struct Config : GemmSm90Config {
-  static constexpr int kXRows = X_ROWS;
-  static constexpr int kXStages = X_STAGES;
+  static constexpr int kXRows = X_ROWS, kXStages = X_STAGES;
   static constexpr bool kGathersX = GATHER_X;
 };
 

@@ -20,8 +20,7 @@
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_mma_invariant needs the mma of sm_90");
 
 struct Config : GemmSm90Config {
-  static constexpr int kXRows = X_ROWS;
-  static constexpr int kXStages = X_STAGES;
+  static constexpr int kXRows = X_ROWS, kXStages = X_STAGES;
   static constexpr bool kScaled = SCALED;
 };
 

@@ -60,15 +60,11 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using T = X;  // type of x, the residual and y
   using Scale = SCALE;
   static constexpr Zeros kZeros = Zeros::ZEROS;
-  static constexpr int kRows = ROWS;
-  static constexpr int kWords = WORDS;
-  static constexpr int kWarps = WARPS;
+  static constexpr int kRows = ROWS, kWords = WORDS, kWarps = WARPS;
   static constexpr int kStages = STAGES;  // number of stages per warp
   static constexpr int kSplitK = SPLIT_K;
-  static constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;
-  static constexpr bool kInvariant = INVARIANT;
-  static constexpr int kCtasPerSm = CTAS_PER_SM;
-  static constexpr int kSharedBytes = SHARED_BYTES;
+  static constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS, kInvariant = INVARIANT;
+  static constexpr int kCtasPerSm = CTAS_PER_SM, kSharedBytes = SHARED_BYTES;
 };
 
 template <class Host>
@@ -116,14 +112,10 @@ struct GemmSm90Raw : Host {
 
   // How the accumulators of the warps are summed (cluster_reduction.cuh): CTA 0 owns all rows.
   struct Sums : RowMajorSums<kBlockN, kSumStride> {
-    static constexpr int kConsumers = Host::kWarps;
-    static constexpr int kConsumerFloats = kWarpFloats;
-    static constexpr int kSplitK = Host::kSplitK;
+    static constexpr int kConsumers = Host::kWarps, kConsumerFloats = kWarpFloats, kSplitK = Host::kSplitK;
     static constexpr int kReceivedFloats = kTileFloats;
-    static constexpr bool kSendsEach = Host::kInvariant;
-    static constexpr bool kRankOrder = false;
-    static constexpr int kOwnedRows = Host::kRows;
-    static constexpr int kRows = Host::kRows;
+    static constexpr bool kSendsEach = Host::kInvariant, kRankOrder = false;
+    static constexpr int kOwnedRows = Host::kRows, kRows = Host::kRows;
     static constexpr uint32_t kUnits = kRows * (kBlockN / 4);
     static constexpr int kRankStep = 1;
     static constexpr uint32_t kThreads = GemmSm90Raw::kThreads;

@@ -83,14 +83,10 @@ struct GemmSm90 : Host {
   struct Sums {
     using Consumer = ConsumerBlocks;
     using Received = ReceivedBlocks;
-    static constexpr int kConsumers = Host::kConsumers;
-    static constexpr int kConsumerFloats = GemmSm90::kConsumerFloats;
-    static constexpr int kSplitK = Host::kSplitK;
-    static constexpr int kReceivedFloats = GemmSm90::kReceivedFloats;
-    static constexpr bool kSendsEach = false;
-    static constexpr bool kRankOrder = Host::kRankOrder;
-    static constexpr int kOwnedRows = GemmSm90::kOwnedRows;
-    static constexpr int kRows = Host::kBlockM;
+    static constexpr int kConsumers = Host::kConsumers, kConsumerFloats = GemmSm90::kConsumerFloats;
+    static constexpr int kSplitK = Host::kSplitK, kReceivedFloats = GemmSm90::kReceivedFloats;
+    static constexpr bool kSendsEach = false, kRankOrder = Host::kRankOrder;
+    static constexpr int kOwnedRows = GemmSm90::kOwnedRows, kRows = Host::kBlockM;
     static constexpr uint32_t kUnits = kOwnedRows / 2 * (kBlockN / 2);
     static constexpr int kRankStep = 1;
     static constexpr uint32_t kThreads = kConsumerThreads;

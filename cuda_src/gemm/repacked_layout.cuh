@@ -97,9 +97,7 @@ struct ExactCodes<half_t> {
   // As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four bits higher is
   // q * 2^-20. One fma scales either of them to q * 2^-9 and subtracts z * 2^-9.
   static constexpr float kUnit = 512.0f;
-  static constexpr uint32_t k2Pow15 = 0x78007800u;
-  static constexpr uint32_t k2Pow11 = 0x68006800u;
-  static constexpr uint32_t kMinus2PowMinus9 = 0x98009800u;
+  static constexpr uint32_t k2Pow15 = 0x78007800u, k2Pow11 = 0x68006800u, kMinus2PowMinus9 = 0x98009800u;
   static constexpr uint32_t kTwo = 0x40004000u;
 
   // Converts two zero points z (bytes) to float16 -z * 2^-9 = (1024 + z) * -2^-9 + 2.
@@ -140,8 +138,7 @@ struct ScaledCodes;
 
 template <class C>
 struct ScaledCodes<half_t, C> {
-  static constexpr uint32_t kMinusOne = 0xbc00bc00u;
-  static constexpr uint32_t k960 = 0x63806380u;
+  static constexpr uint32_t kMinusOne = 0xbc00bc00u, k960 = 0x63806380u;
 
   struct Factor {
     float value;

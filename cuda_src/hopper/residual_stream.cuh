@@ -38,9 +38,7 @@ constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes,
 // What is fused, with the host's constants as FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT>.
 template <bool kAdds, bool kNorms, bool kOrders>
 struct FusionOptions {
-  static constexpr bool kAddsToStream = kAdds;
-  static constexpr bool kRmsNormsX = kNorms;
-  static constexpr bool kOrdersY = kOrders;
+  static constexpr bool kAddsToStream = kAdds, kRmsNormsX = kNorms, kOrdersY = kOrders;
 };
 
 template <bool kOrdersY>

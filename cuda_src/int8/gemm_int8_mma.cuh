@@ -25,8 +25,7 @@ struct GemmInt8Mma : Host {
   static constexpr int kThreads = Host::kWarpsM * Host::kWarpsN * 32;
   static constexpr int kBlockM = Host::kWarpsM * Host::kWarpM;
   static constexpr int kBlockN = Host::kWarpsN * kTilesN * 8;
-  static constexpr int kBlockK = 128;
-  static constexpr int kStepK = 32;
+  static constexpr int kBlockK = 128, kStepK = 32;
   // The number of steps after which a block may end: one, or all steps of a stage if a stage lies in one block.
   static constexpr int kCheckSteps = Host::kXBlocks == 1 ? kBlockK / kStepK : 1;
   static constexpr int kXBytes = kBlockM * kBlockK;

@@ -8,11 +8,7 @@
 struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
                 ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET> {
   using T = Y;
-  static constexpr int kBits = BITS;
-  static constexpr int kWarpsM = WARPS_M;
-  static constexpr int kWarpsN = WARPS_N;
-  static constexpr int kWarpM = WARP_M;
-  static constexpr int kStages = STAGES;
+  static constexpr int kBits = BITS, kWarpsM = WARPS_M, kWarpsN = WARPS_N, kWarpM = WARP_M, kStages = STAGES;
   static constexpr int kXBlocks = X_BLOCKS;
   static constexpr bool kShortBlocks = SHORT_BLOCKS;  // whether products are int32 and blocks have at most 256 columns
   static constexpr bool kEven = EVEN;

@@ -49,10 +49,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
                 ProductOptions<FP8, X_OFFSET, WEIGHT_OFFSET> {
   using T = Y;  // type of y
   static constexpr bool kRowScales = ROW_SCALES;
-  static constexpr int kXBlocks = X_BLOCKS;
-  static constexpr int kStages = STAGES;
-  static constexpr int kClusterSize = CLUSTER;
-  static constexpr int kSplitK = SPLIT_K;
+  static constexpr int kXBlocks = X_BLOCKS, kStages = STAGES, kClusterSize = CLUSTER, kSplitK = SPLIT_K;
   static constexpr int kM64Tiles = M64_TILES;
   // True if the warpgroups divide the columns of a CTA tile, and each computes kBlockM rows; false if they divide the
   // rows, 64 per warpgroup. wgmma with N = 128 reads less shared memory than two with N = 64; int8 uses N = 64, as it

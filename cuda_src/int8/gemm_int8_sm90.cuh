@@ -9,9 +9,9 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tma.cuh"
+#include "hopper/transposed_store.cuh"
 #include "int8/products.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/thread_index.cuh"
 
 // Host is the Config of gemm_int8_sm90.cu.
@@ -163,16 +163,9 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const typename C::Ow
 #pragma unroll
     for (int i = 0; i < C::kWarpgroupTiles; ++i) {
       if constexpr (sizeof(T) == 2) {
-        const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
-                                (lane / 16 * 8 + lane % 8) * C::kStoreRowBytes +
-                                (i * 64 + thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
-        uint32_t values[4];
-#pragma unroll
-        for (int matrix = 0; matrix < 4; ++matrix) {
-          const int index = chunk * (C::kStoreRows / 2) + matrix * 2;
-          values[matrix] = finish(i, index).bits | static_cast<uint32_t>(finish(i, index + 1).bits) << 16;
-        }
-        ptx::stmatrix_x4_trans(target, values);
+        store_transposed<C::kOwnedOctets * 4>(
+            transposed_address<C::kStoreRowBytes>(buffer, thread / 32, lane) + i * 128, chunk * (C::kStoreRows / 2),
+            [&](int index) { return finish(i, index); });
       } else {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {

@@ -65,8 +65,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether tiles of offsets apply the zero points
   // Whether the dependent kernel may start only when the preceding kernel has finished; see gemm_sm90_tile.cuh.
   static constexpr bool kStartsNextLate = START_NEXT_LATE;
-  static constexpr int kCtasPerSm = CTAS_PER_SM;
-  static constexpr int kSharedBytes = SHARED_BYTES;
+  static constexpr int kCtasPerSm = CTAS_PER_SM, kSharedBytes = SHARED_BYTES;
 };
 using Kernel = GemmW4A8Sm90<Config>;
 

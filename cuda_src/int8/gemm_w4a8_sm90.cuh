@@ -74,10 +74,8 @@ struct GemmW4A8Sm90 : Host {
     static constexpr int kConsumerFloats = Host::kBlockM * kRowFloats;
     static constexpr int kSplitK = Host::kSplitK;
     static constexpr int kReceivedFloats = kOwnedRows * kRowFloats;
-    static constexpr bool kSendsEach = false;
-    static constexpr bool kRankOrder = false;
-    static constexpr int kOwnedRows = GemmW4A8Sm90::kOwnedRows;
-    static constexpr int kRows = Host::kBlockM;
+    static constexpr bool kSendsEach = false, kRankOrder = false;
+    static constexpr int kOwnedRows = GemmW4A8Sm90::kOwnedRows, kRows = Host::kBlockM;
     static constexpr uint32_t kUnits = kOwnedRows * (kBlockN / 4);
     static constexpr int kRankStep = Host::kShareX;
     static constexpr uint32_t kThreads = kConsumerThreads;

@@ -334,7 +334,7 @@ SEEDS = {
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
     ),
     "gemm_sm90_raw: a weight that may change is read before the preceding kernel has finished": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;", "kMayPrefetchWeights = true;", ("early", "early"), FEW,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS", "kMayPrefetchWeights = true", ("early", "early"), FEW,
     ),
     "gemm_sm90_raw: x is copied early with a constant weight": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "copy_first(true, false)", "copy_first(true, true)",
