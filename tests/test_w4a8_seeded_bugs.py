@@ -49,13 +49,15 @@ SEEDS = {
         KERNEL, "<C::kShareX>(lane, tile.split * C::kShareX);", "<C::kShareX>(lane);", ("barrier", "barrier"),
     ),
     "a CTA that owns few rows expects the bytes of all": (
-        HEADER, "max(0, min(C::kOwnedRows, C::kBlockM - split * C::kOwnedRows))", "C::kOwnedRows", ("deadlock", "deadlock"),
+        HEADER, "max(0, min(C::kOwnedRows, C::kBlockM - split * C::kOwnedRows))", "C::kOwnedRows",
+        ("deadlock", "deadlock"),
     ),
     "a CTA exits while others signal its barriers": (
         KERNEL, "    cluster_sync_before_exit<C::kClusterSize>();\n", "", RACE,
     ),
     "barriers share memory with accumulators": (
-        HEADER, "Pipeline<Host::kStages, Barriers::kBegin>", "Pipeline<Host::kStages, XParameters::kEnd>", ("race", "nothing"),
+        HEADER, "Pipeline<Host::kStages, Barriers::kBegin>", "Pipeline<Host::kStages, XParameters::kEnd>",
+        ("race", "nothing"),
     ),
     "two CTAs write to the same slot": (
         REDUCTION, "(split < owner ? split : split - 1)", "(split / 2)", RACE,
@@ -89,10 +91,12 @@ PROLOGUE = "the prologue copies weights for a tile of offsets"
 
 OFFSET_SEEDS = {
     "the bytes of the sums of x are not expected": (
-        KERNEL, "C::kColumnTiles * C::kCodeBytes + C::kXTileBytes);", "C::kColumnTiles * C::kCodeBytes);", ("deadlock", "deadlock"),
+        KERNEL, "C::kColumnTiles * C::kCodeBytes + C::kXTileBytes);", "C::kColumnTiles * C::kCodeBytes);",
+        ("deadlock", "deadlock"),
     ),
     "sums of x overwrite a stage that is still read": (
-        KERNEL, "      pipeline.producer_acquire(state);\n      ptx::mbarrier_arrive_expect_tx(full_barrier, C::kColumn",
+        KERNEL,
+        "      pipeline.producer_acquire(state);\n      ptx::mbarrier_arrive_expect_tx(full_barrier, C::kColumn",
         "      ptx::mbarrier_arrive_expect_tx(full_barrier, C::kColumn", ("barrier", "deadlock"),
     ),
     "the sums of x are those of the first rows": (

@@ -23,8 +23,6 @@ struct Sizes {
   {batch, height, width,    channels, outputs, groups, kernel_h,   kernel_w, \
    out_h, out_w,  stride_h, stride_w, pad_h,   pad_w,  dilation_h, dilation_w}
 
-constexpr bool kNhwc = NHWC;
-
 // The coordinates of an element of y.
 struct Output {
   int b, i, j, co;
@@ -32,6 +30,7 @@ struct Output {
 
 // Returns the coordinates of element `index` of y in memory order. If a thread's index is its element, adjacent threads
 // store adjacent elements.
+template <bool kNhwc>
 __device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
   const int all = s.outputs * s.groups;
   const int pixels = s.out_h * s.out_w;

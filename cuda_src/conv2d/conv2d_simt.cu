@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int all = s.outputs * s.groups;
   if (index >= static_cast<int64_t>(s.batch) * all * s.out_h * s.out_w) return;
-  const auto [b, i, j, co] = output_of(index, s);
+  const auto [b, i, j, co] = output_of<NHWC>(index, s);
   const int blocks = ceil_div(s.channels, block_size);
   const X* image = x + b * x_batch + co / s.outputs * static_cast<int64_t>(s.channels) * x_channel;
   const uint8_t* weight = codes + static_cast<int64_t>(co) * s.kernel_h * s.kernel_w * s.channels;

@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int within = n_begin + warp_n + j * 8 + lane % 4 * 2;
         const int co = group * s.outputs + within;
         const float* values = &accumulators[i][j][half * 2];
-        if constexpr (kNhwc) {
+        if constexpr (NHWC) {
           X* to = y + static_cast<int64_t>(index) * all + co;
           if (EVEN && within < s.outputs) {
             const Vector<X, 2> out = {epilogue.finish(values[0], 0, co), epilogue.finish(values[1], 0, co + 1)};

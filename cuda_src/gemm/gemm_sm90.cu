@@ -15,6 +15,7 @@
 // Limits: as for gemm_sm90.cuh; sm_90a. A consumer is WARPGROUPS warpgroups. Each computes M64_TILES * 64 columns of
 // the CTA tile for all BLOCK_M rows, which are wgmma's N.
 #include "gemm/gemm_sm90.cuh"
+#include "gemm/gemm_sm90_config.cuh"
 #include "hopper/wgmma.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");

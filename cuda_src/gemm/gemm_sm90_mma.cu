@@ -23,6 +23,7 @@
 // weight tile (kSliced); each lane accumulates s * z * sum of x over its slices to the end of K. The terms that cancel
 // are then sums over the consumer's K instead of a group: up to 15 times (bfloat16: 143 times) the sum of x * scale.
 // The resulting error is at most 6e-4 of the RMS of y, for K = 28672 and bfloat16 x that are all positive.
+#include "gemm/gemm_sm90_config.cuh"
 #include "gemm/gemm_sm90_x_ring.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/ld_shared.cuh"

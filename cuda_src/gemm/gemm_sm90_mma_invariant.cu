@@ -14,6 +14,7 @@
 //
 // A consumer has two warps per tile column; a warp computes 16 columns of the CTA tile for all BLOCK_M rows. With
 // SCALED = 1, all mma of an accumulator form a chain, in which each waits for the preceding one.
+#include "gemm/gemm_sm90_config.cuh"
 #include "gemm/gemm_sm90_x_ring.cuh"
 #include "ptx/ldmatrix.cuh"
 

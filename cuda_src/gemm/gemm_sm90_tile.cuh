@@ -3,12 +3,14 @@
 // gemm_sm90_mma*.cu.
 #pragma once
 
+#include "common/epilogue.cuh"
 #include "common/tile_scheduler.cuh"
-#include "gemm/gemm_sm90_config.cuh"
+#include "gemm/repacked_layout.cuh"
 #include "hopper/cluster.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/next_weight.cuh"
 #include "hopper/pipeline.cuh"
+#include "hopper/residual_stream.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tma.cuh"
 #include "ptx/cluster.cuh"
