@@ -40,6 +40,7 @@
 // With two warpgroups per SM, the tensor cores idle for a third of the time, because a warpgroup dequantizes the next K
 // chunk only after it has issued its wgmmas (H100, 32 images, 3x3 layers of ResNet-50).
 #include "common/epilogue.cuh"
+#include "common/tile_scheduler.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
 #include "dequantize/int4.cuh"
@@ -191,8 +192,8 @@ __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* codes, const ui
   const int lane = threadIdx.x % 32;
   const int rank = cluster_rank<C::kSplitK>();
   const int co_tiles = co_blocks * C::kWgCo;
-  const int begin = C::kSplitK == 1 ? 0 : k_chunks * rank / C::kSplitK;
-  const int end = C::kSplitK == 1 ? k_chunks : k_chunks * (rank + 1) / C::kSplitK;
+  const int begin = C::kSplitK == 1 ? 0 : slice_begin(k_chunks, rank, C::kSplitK);
+  const int end = C::kSplitK == 1 ? k_chunks : slice_begin(k_chunks, rank + 1, C::kSplitK);
   const int taps = kernel_h * kernel_w;
   const KChunk<C::kHalo> first_chunk = C::kSplitK == 1
                                            ? KChunk<C::kHalo>{0, 0, 0}

@@ -38,6 +38,7 @@
 // An SM of an H100 copies 53 bytes per clock from L2. So tiles of 128 outputs and at least 112 pixels are limited by
 // the tensor cores only if a box serves several taps.
 #include "common/epilogue.cuh"
+#include "common/tile_scheduler.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
 #include "hopper/cluster.cuh"
@@ -131,10 +132,9 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int rank = cluster_rank<C::kSplitK>();
-  const int begin = k_chunks * rank / C::kSplitK;
-  const int end = k_chunks * (rank + 1) / C::kSplitK;
+  const int begin = slice_begin(k_chunks, rank, C::kSplitK);
+  const int end = slice_begin(k_chunks, rank + 1, C::kSplitK);
 
-  const int first_tile = blockIdx.x / C::kSplitK;
   const int taps = kernel_h * kernel_w;
   const KChunk<C::kHalo> first_chunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
   // The number of pixels of x by which plane 0 starts before the first pixel that filter taps read.
@@ -169,7 +169,8 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
       ptx::griddepcontrol_wait();
       auto x_state = PipelineState<C::kXStages>::producer();
       auto weight_state = PipelineState<C::kWeightStages>::producer();
-      for (int tile = first_tile; tile < tiles; tile += gridDim.x / C::kSplitK) {
+      for (PersistentTileScheduler<C::kSplitK> scheduler(tiles); scheduler.is_valid(); scheduler.advance()) {
+        const int tile = scheduler.unit;
         const int co_tiles = outputs <= 64 ? 1 : ceil_div(outputs, 128) * 2;  // of the stored weight
         const uint8_t* source =
             weight + static_cast<int64_t>(begin * co_tiles + tile % co_blocks * C::kWgCo) * C::kTileBytes;
@@ -218,7 +219,8 @@ __device__ __forceinline__ void conv2d_sm90_large_tiles(const uint8_t* weight, c
 
   auto x_state = PipelineState<C::kXStages>::consumer();
   auto weight_state = PipelineState<C::kWeightStages>::consumer();
-  for (int tile = first_tile; tile < tiles; tile += gridDim.x / C::kSplitK) {
+  for (PersistentTileScheduler<C::kSplitK> scheduler(tiles); scheduler.is_valid(); scheduler.advance()) {
+    const int tile = scheduler.unit;
     float accumulators[C::kPixelTiles][C::kAccumulators] = {};
     KChunk<C::kHalo> k_chunk = first_chunk;
     for (int index = begin; index < end; ++index) {

@@ -41,6 +41,7 @@
 // of all stages and the parameters of the first group are read before griddepcontrol.wait. Otherwise, nothing is read
 // before griddepcontrol.wait; only scales and zero points are prefetched into L2.
 #include "common/epilogue.cuh"
+#include "common/tile_scheduler.cuh"
 #include "common/warp.cuh"
 #include "common/mma.cuh"
 #include "dequantize/int4.cuh"
@@ -145,8 +146,8 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
   const int slice = split * C::kWarps + warp;
   const int steps = k / C::kStepK;
   const int units = ceil_div(steps, C::kSliceSteps);
-  const int step_begin = units * slice / (C::kSplitK * C::kWarps) * C::kSliceSteps;
-  const int slice_end = units * (slice + 1) / (C::kSplitK * C::kWarps) * C::kSliceSteps;
+  const int step_begin = slice_begin(units, slice, C::kSplitK * C::kWarps) * C::kSliceSteps;
+  const int slice_end = slice_begin(units, slice + 1, C::kSplitK * C::kWarps) * C::kSliceSteps;
   const int step_end = C::kInvariant ? min(steps, slice_end) : slice_end;
   // A lane whose columns lie past n reads the scales of the last columns; the lane's accumulators are not stored.
   const int column = min(weight_column<C, C::kBlockN>(tile, g * C::kWords * 8, n), n - 8 * C::kWords);
