@@ -158,7 +158,7 @@ SEEDS = {
         "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "    wait_for_x<C>();\n", "", ("early", "early"), REPACKED_FEW,
     ),
     "gemm_sm90_mma: a stage waits for its own copies before they are issued": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "::consumer();  //", "::consumer(kWindow);  //", DEADLOCK, NORMED,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "::consumer();  //", "::consumer(C::kWindow);  //", DEADLOCK, NORMED,
         {"name": "gemm_sm90_mma", "weight_tiles": 4, "split_k": 1, "k_tiles": 2},
     ),
     "gemm_sm90_mma: the copies of a paced stage go to the stage before it": Seed(
