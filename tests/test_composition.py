@@ -8,20 +8,20 @@ import re
 import pytest
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.conv2d import problem as conv2d_problem
-from cupy_awq.kernels.gemm.problem import Problem
-from cupy_awq.kernels.int8 import problem as int8_problem
+from cupy_awq.kernels.conv2d.problem import Convolution
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device, sources
 from cupy_awq.runtime.launch_plan import Kernel
 from tests.simt.kernels import patched
 
 GEMMS = (
-    Problem(64, 4096, 4096, 128, repacked=True),
-    Problem(2, 4096, 4096, 128, repacked=True),
-    Problem(2, 4096, 4096, 128, repacked=True, batch_invariant=True),
+    Problem(64, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS)),
+    Problem(2, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS)),
+    Problem(2, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS), batch_invariant=True),
     Problem(2, 4096, 4096, 128),
-    Problem(4096, 4096, 4096, 128, repacked=True),
+    Problem(4096, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS)),
 )
 ENTRIES = {
     "gemm_sm90": "kAligned",
@@ -40,7 +40,7 @@ ENTRIES = {
 def kernel_of(entry: str) -> Kernel:
     """Return the kernel with an entry point that is chosen for one of a few problems."""
     here = device.nominal(90)
-    problems = (*GEMMS, *int8_problem.common_problems(), *conv2d_problem.common_problems())
+    problems = (*GEMMS, *Int8Problem.common_problems(), *Convolution.common_problems())
     kernels = (select.choose(problem, here).plan.kernel for problem in problems)
     return next(kernel for kernel in kernels if kernel.entry == entry)
 
