@@ -33,7 +33,7 @@ CUDA = ROOT / "cuda_src"
 PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
-    "__init__ atomic activation check_scalar overlap check array_types packing weight block_weight reference"
+    "__init__ atomic sandbox activation check_scalar overlap check array_types packing weight block_weight reference"
     " block_check block_reference checkpoint runtime kernels ops quantization quantizer linear loader llm tools"
     " __main__"
 ).split()
@@ -41,11 +41,11 @@ ORDER = (
 
 `__init__` is the lowest because it imports a public name when it is first used.
 """
-LLM_ORDER = "extra families text files decoder language_model assemble calibrate __init__".split()
+LLM_ORDER = "extra families text files decoder generate_arguments language_model assemble calibrate __init__".split()
 """The layers within cupy_awq.llm, the lowest first."""
 NO_CUPY = set(
     (
-        "activation check_scalar overlap check array_types packing weight block_weight reference block_check"
+        "sandbox activation check_scalar overlap check array_types packing weight block_weight reference block_check"
         " block_reference quantization kernels checkpoint"
     ).split()
 )
@@ -237,7 +237,7 @@ def test_reading_checkpoints_loads_neither_cupy_nor_the_gpu_layers() -> None:
     )
     loaded = [name.split(".") for name in python("-c", program).split()]
     own = {".".join(parts[:2]) for parts in loaded if parts[0] not in sys.stdlib_module_names}
-    names = "atomic checkpoint weight packing check check_scalar overlap array_types activation".split()
+    names = "atomic sandbox checkpoint weight packing check check_scalar overlap array_types activation".split()
     assert own <= {"cupy_awq", *(f"cupy_awq.{name}" for name in names)}
 
 

@@ -11,7 +11,7 @@ weight_g_idx [K] int32: the group index of each row of W; only with activation o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from cupy_awq.checkpoint.format import (
     regroup,
     resolve_group_size,
 )
-from cupy_awq.checkpoint.rules import Budget, Pattern
+from cupy_awq.checkpoint.rules import Patterns
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.packing import SYMMETRIC, pack_int4
 from cupy_awq.weight import PackedWeight
@@ -63,10 +63,12 @@ class CompressedTensors:
     Attributes:
         schemes: (scheme, targeted names of modules and classes, targeted regular expressions) for each entry of
             ``config_groups``.
+        patterns: the regular expressions of all entries, in their order.
         warning: a warning about the configuration for the user, or "".
     """
 
-    schemes: tuple[tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]], ...]
+    schemes: tuple[tuple[Scheme, tuple[str, ...], tuple[str, ...]], ...]
+    patterns: Patterns = field(default_factory=lambda: Patterns(()))
     warning: str = ""
 
     name = "compressed-tensors"
@@ -81,16 +83,16 @@ class CompressedTensors:
         """Return the scheme of a module.
 
         A target that is the module's name takes precedence over a regular expression, which takes precedence over the
-        class "Linear". Raises CheckpointError if no target matches, or if a regular expression is not supported or too
-        slow.
+        class "Linear". Raises CheckpointError if no target matches, or if a regular expression is too slow.
         """
         if self._only_scheme is not None:
             return self._only_scheme
         found = self._by_name.get(tensors.name)
         try:
-            found = found or next((scheme for scheme, pattern in self._by_pattern if pattern.match(tensors.name)), None)
+            index = None if found else self.patterns.find(tensors.name)
         except CheckpointError as error:
             raise tensors.error(f"config_groups: targets: {error}") from None
+        found = found or (None if index is None else self._by_pattern[index])
         found = found or self._by_name.get("Linear")
         if found is None:
             raise tensors.error("config_groups: expected a target that matches this module, got none")
@@ -108,8 +110,9 @@ class CompressedTensors:
         return {name: scheme for scheme, names, _ in reversed(self.schemes) for name in names}
 
     @cached_property
-    def _by_pattern(self) -> Sequence[tuple[Scheme, Pattern]]:
-        return [(scheme, pattern) for scheme, _, patterns in self.schemes for pattern in patterns]
+    def _by_pattern(self) -> Sequence[Scheme]:
+        """The scheme of each of ``patterns``."""
+        return [scheme for scheme, _, patterns in self.schemes for _ in patterns]
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
         scheme = self.find_scheme(tensors)
@@ -204,24 +207,24 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
     groups = table.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{where}: config_groups: expected an object of groups, got {groups!r:.80}")
-    budget = Budget()
     schemes = tuple(
-        _read_group(name, group, default, f"{where}: config_groups: {name!s:.80}", budget)
-        for name, group in groups.items()
+        _read_group(name, group, default, f"{where}: config_groups: {name!s:.80}") for name, group in groups.items()
     )
+    try:
+        patterns = Patterns([pattern for _, _, patterns in schemes for pattern in patterns])
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: config_groups: targets: {error}") from None
     warning = ""
     if table.get("kv_cache_scheme"):
         warning = f"{where}: kv_cache_scheme is ignored; the KV cache keeps the model's dtype"
-    return CompressedTensors(schemes, warning)
+    return CompressedTensors(schemes, patterns, warning)
 
 
-def _read_group(
-    name: str, group: Any, default: str, where: str, budget: Budget
-) -> tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]]:
+def _read_group(name: str, group: Any, default: str, where: str) -> tuple[Scheme, tuple[str, ...], tuple[str, ...]]:
     if isinstance(group, list):
         if name not in PRESETS:
             raise CheckpointError(f"{where}: expected the preset {' or '.join(PRESETS)}, got {name!r:.80}")
-        return Scheme(PRESETS[name], 128), *_split_targets(group, where, budget)
+        return Scheme(PRESETS[name], 128), *_split_targets(group, where)
     if not isinstance(group, dict):
         raise CheckpointError(f"{where}: expected an object, got {group!r:.80}")
     layout = group.get("format") or default
@@ -233,7 +236,7 @@ def _read_group(
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{where}: weights: expected an object, got {weights!r:.80}")
-    return _read_scheme(weights, f"{where}: weights"), *_split_targets(group.get("targets"), where, budget)
+    return _read_scheme(weights, f"{where}: weights"), *_split_targets(group.get("targets"), where)
 
 
 def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
@@ -259,15 +262,12 @@ def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
     return Scheme(symmetric, group_size)
 
 
-def _split_targets(targets: Any, where: str, budget: Budget) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
+def _split_targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split the targets of an entry of ``config_groups`` into names and regular expressions, which start with "re:".
 
     Raises CheckpointError, whose message starts with ``where``, for malformed targets.
     """
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"{where}: targets: expected a list of names, got {targets!r:.80}")
-    try:
-        patterns = tuple(Pattern(target[3:], budget) for target in targets if target.startswith("re:"))
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: targets: {error}") from None
+    patterns = tuple(target[3:] for target in targets if target.startswith("re:"))
     return tuple(target for target in targets if not target.startswith("re:")), patterns
