@@ -78,7 +78,7 @@ def test_a_gguf_model_matches_the_float64_formulas_and_has_its_tokenizer(tmp_pat
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode("a<|im_end|>")[1:] == [258]
-    assert files.stop_ids == (258,)
+    assert files.stop_ids == (258, 256)  # <|end|> ends a turn, as in llama.cpp
     cache = model.ops.make_cache(1, len(ids))
     (hidden,) = model.prefill(cache, 0, ids)
     wanted = llm_models.forward(files, ids)

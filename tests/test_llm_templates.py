@@ -158,65 +158,6 @@ def test_a_template_that_repeats_or_cuts_a_masked_text_still_renders() -> None:
 
 # Templates.
 
-HANGS = {
-    "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
-    "nested loops with output": "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}",
-    "repetition": "{{ 'x' * 3000000000 }}",
-    "repeated list": "{{ ([1] * 100000 * 100000) | length }}",
-    "doubling": "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
-    "concatenation": "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "captured": "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set x %}{{ n.s }}{{ n.s }}{% endset %}"
-    "{% set n.s = x %}{% endfor %}",
-    "nested lists": "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
-    "{{ n.l }}",
-    "equal lists": "{% set n = namespace(l=[1], m=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}"
-    "{% set n.m = [n.m, n.m] %}{% endfor %}{{ n.l == n.m }}",
-    "power": "{{ 9 ** 9 ** 9 }}",
-    "large factor": "{% set n = namespace(i=2) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}",
-    "width": "{{ '%3000000000d' % 1 }}",
-    "starred width": "{{ '%*d' % (3000000000, 1) }}",
-    "format": "{{ '{:3000000000}'.format(1) }}",
-    "center": "{{ 'x'.center(3000000000) }}",
-    "center filter": "{{ 'x' | center(3000000000) }}",
-    "zfill": "{{ 'x'.zfill(3000000000) }}",
-    "expandtabs": "{{ '\t'.expandtabs(3000000000) }}",
-    "replace": "{{ ('x' * 100000).replace('x', 'y' * 100000) }}",
-    "replace filter": "{{ ('x' * 100000) | replace('', 'y' * 100000) }}",
-    "join": "{{ ('y' * 100000).join('x' * 100000) }}",
-    "join filter": "{{ range(100000) | join('y' * 100000) }}",
-    "indent": "{{ ('x\n' * 100000) | indent(100000) }}",
-    "tojson": "{{ {'a': [1]} | tojson(indent=3000000000) }}",
-    "slice filter": "{{ [1] | slice(3000000000) | list }}",
-    "batch": "{{ [1] | batch(3000000000, 'x') | list }}",
-    "round": "{{ 1.5 | round(3000000000, 'ceil') }}",
-    "lipsum": "{{ lipsum(n=1000000) }}",
-    "strftime": "{{ strftime_now('%3000000000d') }}",
-    "membership": "{% set l = range(100000) | list %}{% for i in range(90000) %}{{ -1 in l }}{% endfor %}",
-    "lazy": "{% for i in range(90000) %}{{ range(100000) | select | last }}{% endfor %}",
-    "recursive loop": "{% for i in [1] recursive %}{{ loop(range(90000)) }}{% endfor %}",
-    "macros": "".join(f"{{% macro m{i + 1}() %}}{{{{ m{i}() }}}}{{{{ m{i}() }}}}{{% endmacro %}}" for i in range(60))
-    + "{% macro m0() %}{% endmacro %}{{ m60() }}",
-    "blocks": "".join(
-        f"{{% block b{i} %}}{{{{ self.b{i + 1}() }}}}{{{{ self.b{i + 1}() }}}}{{% endblock %}}" for i in range(60)
-    ),
-    "format filter": "{{ '%3000000000d' | format(1) }}",
-    "output": "{{ messages[0].content * 200000 }}",
-    "long template": "{{ 1 }}" * 100000,
-    "open braces": "{{" * 60000,
-    "parentheses": "{{ " + "(" * 60000,
-    "long output": "{% for i in range(90000) %}" + "x" * 100000 + "{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("name", HANGS)
-def test_a_template_that_would_hang_or_fill_the_memory_is_stopped(name: str) -> None:
-    began = time.process_time()
-    with pytest.raises(CheckpointError, match=r"^m\.gguf: chat template: expected") as caught:
-        render(HANGS[name])
-    assert time.process_time() - began < 4
-    assert len(str(caught.value)) < 1000
-    assert "\n" not in str(caught.value)
-
 
 @pytest.mark.parametrize(
     "template",
@@ -225,13 +166,11 @@ def test_a_template_that_would_hang_or_fill_the_memory_is_stopped(name: str) -> 
         "{{ 3|truncate(-1) }}",
         "{% break %}",
         "".join(f"{{% for a{i} in messages %}}" for i in range(25)) + "{% endfor %}" * 25,
-        "{{ messages|map(attribute=messages)|list }}",
         "{% include 'x' %}",
-        "{{ raise_exception('\x1b[2J\n' * 1000) }}",
         "{{ self.__init__.__globals__ }}",
         "{{ messages.clear() }}",
         "{% set x.y = 1 %}",
-        "{{ {}[[]] }}",
+        "{{ messages|map('nothing')|list }}",
     ],
 )
 def test_an_error_of_a_template_is_one_line_that_names_the_file(template: str) -> None:
@@ -239,6 +178,15 @@ def test_an_error_of_a_template_is_one_line_that_names_the_file(template: str) -
         render(template)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
+
+
+def test_the_reason_that_a_template_raises_is_one_line() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^m\.gguf: chat template: expected other messages, got its error: "
+    ) as e:
+        render("{{ raise_exception('\x1b[2J\n' * 1000) }}")
+    assert str(e.value).isprintable()
+    assert len(str(e.value)) < 1000
 
 
 def test_the_features_of_common_templates_work() -> None:
@@ -292,6 +240,7 @@ def write(tmp_path: Path, **changes: Any) -> Path:
 
 
 BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+REPEATS = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
 MISSING_TOKEN: dict[str, Any] = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "z", "type_id": 0}}],
@@ -311,13 +260,12 @@ def test_truncation_and_padding_of_tokenizer_json_are_ignored(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(40)).decode()}}, ""),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(40)).decode()}}, "b"),
         ({"model__continuing_subword_prefix": "x" * 8, "model__merges": ["a b"]}, ""),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "b"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[U]"}}, "b"),
         ({"model": {"type": "Unigram", "vocab": [], "unk_id": None}}, "b"),
-        ({"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}}, "a"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}]}}, "a"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [REPEATS] * 9}}, "a"),
         ({"decoder": {"type": "Strip", "content": "h", "start": 10**15, "stop": 10**15}}, "hello"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "a"),
         ({"pre_tokenizer": BACKTRACKS}, "a" * 30000 + "!"),

@@ -46,6 +46,7 @@ def load(
     invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
     files = read(path)
     tokenizer = files.load_tokenizer()
+    tokenizer.prepare()  # the worker process starts while the weights are read
     with placement.use_device(index):
         model = build_model(files, make_ops(files, index, batch_invariant=invariant), progress)
     return LanguageModel(files.config, model, tokenizer, files.stop_ids)

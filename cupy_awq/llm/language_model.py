@@ -22,12 +22,18 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.families.description import Decoder
-from cupy_awq.llm.text.chat_template import Message, check_messages
-from cupy_awq.llm.text.tokenizer import Detokenizer, Tokenizer, check_text
+from cupy_awq.llm.generate_arguments import (
+    Prompt,
+    check_max_tokens,
+    check_sampling,
+    check_stop,
+    list_prompts,
+    show_count,
+)
+from cupy_awq.llm.text.chat_template import Message, check_arguments, check_messages
+from cupy_awq.llm.text.detokenizer import Detokenizer, StopStrings
+from cupy_awq.llm.text.tokenizer import Tokenizer, check_text
 from cupy_awq.runtime import placement
-
-Prompt = str | Sequence[Message]
-"""A text, or the messages of a conversation."""
 
 SCORE_WINDOW = 2048
 """The largest number of tokens per window of `LanguageModel.score`."""
@@ -117,6 +123,7 @@ class LanguageModel:
         *,
         raw: bool = False,
         special_tokens: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -129,10 +136,12 @@ class LanguageModel:
             raw: True to continue the texts as they are, without a chat template.
             special_tokens: True to recognize special tokens such as "<|im_end|>" in prompts, False to encode them as
                 plain text, so that a prompt cannot forge a turn; by default True only with ``raw``.
+            template_args: variables of the chat template, such as {"enable_thinking": False}.
             max_tokens: the largest number of tokens per completion. All completions of a batch also end at the number
                 of tokens for which the longest prompt leaves room in the context.
             sampling: the sampling parameters; by default greedy.
-            stop: stop strings, which end a completion; also special tokens such as "<|im_end|>".
+            stop: stop strings of at most `MAX_STOP` characters, which end a completion; also special tokens such as
+                "<|im_end|>".
             on_text: a callback (index of the prompt, next piece of its completion).
 
         Returns:
@@ -140,9 +149,11 @@ class LanguageModel:
 
         Raises:
             TypeError: a prompt is neither a text nor messages whose values are texts, ``stop`` is not a list of texts,
-                ``sampling`` not a `Sampling`, or ``max_tokens`` not an integer.
-            ValueError: a prompt is empty or leaves no room in the context, ``max_tokens`` is below 1, the KV cache
-                needs more memory than is free, or the logits contain NaN.
+                ``sampling`` not a `Sampling`, ``template_args`` not a dict of JSON values, or ``max_tokens`` not an
+                integer.
+            ValueError: a prompt is empty or leaves no room in the context, ``max_tokens`` is below 1, a stop string is
+                too long, a variable of the template may not be set, the KV cache needs more memory than is free, or
+                the logits contain NaN.
             CheckpointError: the chat template is missing or fails. It is a subclass of ValueError.
             MemoryError: the memory of the GPU or of the host is exhausted. The model can still be used.
 
@@ -151,18 +162,28 @@ class LanguageModel:
             model = cupy_awq.llm.load("smollm2")
             print(model.generate("What is the capital of France?")[0].text)
         """
-        stop, sampling = _check_stop(stop), _check_sampling(sampling)
-        ids = [self.encode(prompt, raw=raw, special_tokens=special_tokens) for prompt in _list_prompts(prompts)]
+        stop, sampling = check_stop(stop), check_sampling(sampling)
+        encode = functools.partial(
+            self.encode, raw=raw, special_tokens=special_tokens, template_args=template_args, limit=self.config.context
+        )
+        ids = [encode(prompt) for prompt in list_prompts(prompts)]
         limit = self._limit(ids, max_tokens)
         with self._on_device():
             cache = self.model.ops.make_cache(len(ids), max(map(len, ids)) + limit)
         completions = [Completion() for _ in ids]
-        for i, text in self._pieces(cache, ids, limit, sampling, stop, completions):
+        for i, text in self._pieces(cache, ids, limit, sampling, stop, completions, continues=raw):
             if on_text is not None:
                 on_text(i, text)
         return completions
 
-    def chat(self, *, capacity: int | None = None, system: str | None = None, special_tokens: bool = False) -> Chat:
+    def chat(
+        self,
+        *,
+        capacity: int | None = None,
+        system: str | None = None,
+        special_tokens: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Chat:
         """Begin a conversation and return it.
 
         Args:
@@ -170,10 +191,13 @@ class LanguageModel:
                 is smaller.
             system: the system message; by default the chat template's own system message, if it has one.
             special_tokens: True to recognize special tokens in messages; a message can then forge turns.
+            template_args: variables of the chat template, such as {"enable_thinking": False}.
 
         Raises:
-            TypeError: the capacity is not an integer, or the system message not a text.
-            ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free.
+            TypeError: the capacity is not an integer, the system message not a text, or ``template_args`` not a dict of
+                JSON values.
+            ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free, or a
+                variable of the template may not be set.
 
         Example::
 
@@ -182,7 +206,7 @@ class LanguageModel:
                 print(piece, end="", flush=True)
         """
         capacity = min(self.config.context, 8192) if capacity is None else capacity
-        return Chat(self, capacity, system, special_tokens)
+        return Chat(self, capacity, system, special_tokens, template_args)
 
     def score(self, text: str, /) -> Score:
         """Return the log-likelihood of a text given its first token.
@@ -220,17 +244,30 @@ class LanguageModel:
                 done += hidden.shape[1]
         return Score(count, total)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a prompt. The arguments have the same meaning as in `generate`."""
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        special_tokens: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> list[int]:
+        """Return the token ids of a prompt; of one with more than twice ``limit`` ids, only a part may be encoded.
+
+        The other arguments have the same meaning as in `generate`.
+        """
         special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
             check_messages(prompt)
             raise ValueError("prompt: expected a text with raw=True, got messages")
         if isinstance(prompt, str) and raw:
-            ids = self.tokenizer.encode(prompt, special_tokens=special_tokens)
+            ids = self.tokenizer.encode(prompt, special_tokens=special_tokens, limit=limit)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = self.tokenizer.encode_chat(messages, special_tokens=special_tokens)
+            ids = self.tokenizer.encode_chat(
+                messages, special_tokens=special_tokens, template_args=template_args, limit=limit
+            )
         self._check_ids(ids)
         return ids
 
@@ -249,12 +286,13 @@ class LanguageModel:
 
         This is ``max_tokens``, or the room that the longest prompt leaves in the context, if that is smaller.
         """
-        _check_max_tokens(max_tokens)
+        check_max_tokens(max_tokens)
         if not ids:
             raise ValueError("prompts: expected at least one prompt, got none")
         longest = max(map(len, ids))
         if longest >= self.config.context:
-            raise ValueError(f"prompt: expected fewer tokens than the context of {self.config.context}, got {longest}")
+            got = show_count(longest, self.config.context)
+            raise ValueError(f"prompt: expected fewer tokens than the context of {self.config.context}, got {got}")
         return min(max_tokens, self.config.context - longest)
 
     def _pieces(
@@ -265,8 +303,12 @@ class LanguageModel:
         sampling: Sampling,
         stop: Sequence[str],
         completions: Sequence[Completion],
+        continues: bool = False,
     ) -> Iterator[tuple[int, str]]:
-        """Generate all completions: yield (index of a prompt, next piece of its text), and fill ``completions``."""
+        """Generate all completions: yield (index of a prompt, next piece of its text), and fill ``completions``.
+
+        ``continues`` says whether the completions continue the texts of the prompts, or are texts of their own.
+        """
         model, stats = self.model, Stats()
         self.stats = stats
         special_ids = self.tokenizer.special_ids  # the text of these tokens never reaches the detokenizer
@@ -283,7 +325,9 @@ class LanguageModel:
                     tokens.append(loop.start(i, model.prompt_logits(cache, i, new)))
             stats.prompt_seconds = time.perf_counter() - began
             began = time.perf_counter()
-            detokenizers = [Detokenizer(self.tokenizer.stream(), stop) for _ in ids]
+            streams = [self.tokenizer.stream(prompt if continues else ()) for prompt in ids]
+            stops = StopStrings(stop)
+            detokenizers = [Detokenizer(stream, stops) for stream in streams]
             unfinished = set(range(len(ids)))
             for step in range(limit):
                 for i in sorted(unfinished):
@@ -294,7 +338,7 @@ class LanguageModel:
                     if stopped or step == limit - 1:
                         unfinished.remove(i)
                         completion.reason = "stop" if stopped else "length"
-                        text += detokenizer.flush()
+                        text += detokenizer.flush() + ("" if detokenizer.stopped else streams[i].flush())
                     completion.text += text
                     if text:
                         yield i, text
@@ -315,7 +359,14 @@ class Chat:
         last: the completion of the last call of `say`, which grows while the caller iterates; None before the first.
     """
 
-    def __init__(self, model: LanguageModel, capacity: int, system: str | None, special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        capacity: int,
+        system: str | None,
+        special_tokens: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int):
             raise TypeError(f"capacity: expected an integer, got {capacity!r:.80}")
         if not 1 < capacity <= model.config.context:
@@ -325,6 +376,7 @@ class Chat:
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.last: Completion | None = None
         self._model, self._special_tokens = model, special_tokens
+        self._template_args = check_arguments(template_args)
         with model._on_device():
             self._cache = model.model.ops.make_cache(1, capacity)
         self._turn = 0
@@ -353,12 +405,12 @@ class Chat:
         Raises:
             TypeError: ``text`` is not a str, ``stop`` not a list of texts, ``sampling`` not a `Sampling`, or
                 ``max_tokens`` not an integer.
-            ValueError: ``max_tokens`` is below 1.
+            ValueError: ``max_tokens`` is below 1, or a stop string is too long.
             ContextFullError: the conversation would exceed its capacity and stays unchanged. A subclass of ValueError.
         """
         check_text("text", text)
-        _check_max_tokens(max_tokens)
-        return self._say(text, max_tokens, _check_sampling(sampling), _check_stop(stop), drop_oldest)
+        check_max_tokens(max_tokens)
+        return self._say(text, max_tokens, check_sampling(sampling), check_stop(stop), drop_oldest)
 
     def _say(
         self, text: str, max_tokens: int, sampling: Sampling, stop: Sequence[str], drop_oldest: bool
@@ -368,15 +420,21 @@ class Chat:
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         wanted = min(max_tokens, cache.capacity // 4) if drop_oldest else 1
         while True:
-            ids = model.encode(messages, special_tokens=self._special_tokens)
+            ids = model.encode(
+                messages,
+                special_tokens=self._special_tokens,
+                template_args=self._template_args,
+                limit=cache.capacity,
+            )
             room = cache.capacity - len(ids)
             first = int(messages[0]["role"] == "system")
             if room >= wanted or len(messages) - first < 3 or not drop_oldest:
                 break
             del messages[first : first + 2]
         if room < 1:
+            got = show_count(len(ids), cache.capacity)
             raise ContextFullError(
-                f"conversation: expected fewer tokens than its capacity of {cache.capacity}, got {len(ids)}"
+                f"conversation: expected fewer tokens than its capacity of {cache.capacity}, got {got}"
             )
         limit = min(max_tokens, room)
         turn = self._turn = self._turn + 1
@@ -389,36 +447,3 @@ class Chat:
         finally:
             if completion.tokens and turn == self._turn:
                 self.messages = [*messages, {"role": "assistant", "content": completion.text}]
-
-
-def _check_stop(stop: Sequence[str]) -> Sequence[str]:
-    """Return the stop strings as a tuple. Raises TypeError unless ``stop`` is an iterable of strings, not a string."""
-    if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable):
-        kind = f"the text {stop!r:.80}" if isinstance(stop, str) else type(stop).__name__
-        raise TypeError(f"stop: expected a list of texts, got {kind}")
-    texts = tuple(stop)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"stop: expected texts, got {text!r:.80}")
-    return texts
-
-
-def _check_sampling(sampling: Sampling | None) -> Sampling:
-    if not isinstance(sampling, Sampling | None):
-        raise TypeError(f"sampling: expected a Sampling, got {sampling!r:.80}")
-    return sampling or Sampling()
-
-
-def _check_max_tokens(max_tokens: int) -> None:
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer)):
-        raise TypeError(f"max_tokens: expected an integer, got {max_tokens!r:.80}")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
-
-
-def _list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Return a prompt or several prompts as a list of prompts, which `LanguageModel.encode` validates."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        return [prompts]  # type: ignore[list-item]
-    several: list[Any] = list(prompts)
-    return [several] if several and isinstance(several[0], Mapping) else several

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -73,6 +74,17 @@ def _text(argument: str) -> str:
     return argument
 
 
+def _template_arg(argument: str) -> tuple[str, Any]:
+    """Parse the argument NAME=VALUE. A value that is neither JSON nor Python's True, False or None is a text."""
+    name, sign, value = _text(argument).partition("=")
+    if not sign or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {argument!r:.80}")
+    try:
+        return name, json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    except (ValueError, RecursionError):
+        return name, value
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
@@ -95,6 +107,14 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     parser.add_argument(
         "--stop", metavar="TEXT", type=_text, action="append", default=[], help="a text that ends an answer; repeatable"
     )
+    parser.add_argument(
+        "--template-arg",
+        metavar="NAME=VALUE",
+        type=_template_arg,
+        action="append",
+        default=[],
+        help="set a variable of the chat template, such as enable_thinking=false; VALUE is JSON or text; repeatable",
+    )
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
     _add_device(parser)
 
@@ -106,6 +126,7 @@ def _generate(args: argparse.Namespace) -> int:
     options = {
         "raw": args.raw,
         "special_tokens": args.special_tokens,
+        "template_args": dict(args.template_arg),
         "max_tokens": args.max_tokens,
         "sampling": sampling,
         "stop": args.stop,
@@ -126,7 +147,7 @@ def _chat(args: argparse.Namespace) -> int:
 
     sampling = _sampling(args)
     model = _load(args.model, args.device)
-    chat = model.chat(capacity=args.context, system=args.system)
+    chat = model.chat(capacity=args.context, system=args.system, template_args=dict(args.template_arg))
     while True:
         text = _read_line("> ")
         if not text:

@@ -22,7 +22,7 @@ from cupy_awq.llm import families
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import ModelFiles
-from cupy_awq.llm.text.gguf_tokenizer import load_tokenizer, show
+from cupy_awq.llm.text.gguf_tokenizer import list_stop_ids, load_tokenizer, show
 
 
 def read(path: Path) -> ModelFiles:
@@ -39,10 +39,9 @@ def read(path: Path) -> ModelFiles:
         raise CheckpointError(f"{path}: {error}") from None
     contents = gguf.open_tensors(path, metadata, blocks)
     tensors = {name: partial(contents.read, name) for name in contents}
-    stop = metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")
-    stop_ids = tuple(i for i in stop if type(i) is int)
     tokenizer = partial(load_tokenizer, path, metadata)
-    return ModelFiles(path, decoder, tensors, tokenizer, stop_ids, _int8_weights(path, metadata, blocks, decoder))
+    int8_weights = _int8_weights(path, metadata, blocks, decoder)
+    return ModelFiles(path, decoder, tensors, tokenizer, list_stop_ids(metadata), int8_weights)
 
 
 def _int8_weights(

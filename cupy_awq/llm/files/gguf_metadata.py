@@ -16,7 +16,7 @@ from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.text.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, make_pre_tokenizer
 from cupy_awq.llm.text.tokenizer import Tokenizer
 
-SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 end "
+SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 fooBar e\u0301e end "
 """A text that different pre-tokenizers in `PRE_TOKENIZERS` split differently, so that the words identify one."""
 
 Metadata = dict[str, Any]
@@ -60,7 +60,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]
     Args:
         tokenizer: the tokenizer.
         vocab: the number of rows of the embedding table; ids without a token become unused tokens.
-        stop_ids: the ids of the tokens that end a text; GGUF stores only the first two.
+        stop_ids: the ids of the tokens that end a text; GGUF stores only the first three.
 
     Raises ValueError if the tokenizer is not byte-level BPE, or if GGUF has no name for its pre-tokenizer.
     """
@@ -94,7 +94,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]
     named = tokenizer.inner.token_to_id(tokenizer.special.get("bos_token", ""))
     if adds_bos or named is not None:
         fields["tokenizer.ggml.bos_token_id"] = bos[0] if adds_bos else named
-    for name, i in zip(("eos", "eot"), stop_ids, strict=False):
+    for name, i in zip(("eos", "eot", "eom"), stop_ids, strict=False):
         fields[f"tokenizer.ggml.{name}_token_id"] = i
     if tokenizer.template is not None:
         fields["tokenizer.chat_template"] = tokenizer.template

@@ -17,7 +17,7 @@ from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.chat_template import MAX_TEMPLATE_CHARACTERS
-from cupy_awq.llm.text.tokenizer import Tokenizer
+from cupy_awq.llm.text.tokenizer import Tokenizer, read_file
 
 PREFIXES = ("model.language_model.", "language_model.model.")
 """The prefixes with which models for several kinds of input name the tensors of their decoder."""
@@ -132,12 +132,26 @@ def _choose_attention_bias(files: ModelFiles, settings: Mapping[str, Any]) -> bo
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
-    """Return the stop ids: ``eos_token_id`` of generation_config.json, or else of ``table``, the parsed config.json."""
-    file = path / "generation_config.json"
-    generation = read_object(file) if file.is_file() else {}
-    ids = generation.get("eos_token_id", table.get("eos_token_id"))
-    ids = ids if isinstance(ids, list) else [ids]
-    return tuple(i for i in ids if type(i) is int)
+    """Return the ids of the tokens that end a text.
+
+    These are ``eos_token_id`` of generation_config.json and of ``table``, the parsed config.json, and the id of
+    ``eos_token`` in the tokenizer's settings: files that are fine-tuned from others often name only one of them.
+
+    Raises:
+        CheckpointError: an ``eos_token_id`` is neither null, an integer nor a list of them.
+    """
+    ids: list[int] = []
+    inner = table.get("text_config")
+    sources = [(path / "generation_config.json", _read_optional(path / "generation_config.json"))]
+    sources += [(path / "config.json", part) for part in (table, inner) if isinstance(part, dict)]
+    for file, part in sources:
+        found = part.get("eos_token_id")
+        for value in found if isinstance(found, list) else [found]:
+            if value is not None and type(value) is not int:
+                raise CheckpointError(f"{file}: eos_token_id: expected an integer or a list of them, got {value!r:.80}")
+            ids += [value] if value is not None and value >= 0 else []
+    named = _find_token(path, _read_special(path)[0].get("eos_token"))
+    return tuple(dict.fromkeys(ids if named is None else [*ids, named]))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -145,17 +159,88 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a tokenizer.json, got none")
-    settings = read_object(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    template = settings.get("chat_template")
+    settings = _read_optional(path / "tokenizer_config.json")
+    template, where = settings.get("chat_template"), path / "tokenizer_config.json"
     if (path / "chat_template.jinja").is_file():
-        template = _read_template(path / "chat_template.jinja")
+        where = path / "chat_template.jinja"
+        template = _read_template(where)
     if isinstance(template, list):  # several templates with names; "default" is the chat template
         entries = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
         template = next((entry.get("template") for entry in entries), None)
     if not isinstance(template, str | None):
-        raise CheckpointError(f"{path}: chat_template: expected text, got {type(template).__name__}")
-    special = {name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token")}
-    return Tokenizer.from_file(file, template, special)
+        raise CheckpointError(f"{where}: chat_template: expected text, got {type(template).__name__}")
+    special, added = _read_special(path)
+    return Tokenizer.from_file(file, template, special, added=added, template_where=str(where))
+
+
+def _read_optional(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or {} if there is no such file."""
+    return read_object(file) if file.is_file() else {}
+
+
+def _read_special(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the special tokens as a template's variables, and the tokens to add to the tokenizer, as in `build`.
+
+    As in transformers, ``added_tokens_decoder`` of tokenizer_config.json has the added tokens; without it,
+    added_tokens.json has them, and special_tokens_map.json precedes tokenizer_config.json.
+
+    Raises CheckpointError if an added token is malformed.
+    """
+    file = path / "tokenizer_config.json"
+    settings, named = _read_optional(file), _read_optional(path / "special_tokens_map.json")
+    decoder = settings.get("added_tokens_decoder")
+    merged = {**named, **settings} if decoder is not None else {**settings, **named}
+    special: dict[str, Any] = {}
+    for name, value in [*named.items(), *settings.items(), *merged.items()]:
+        if name.endswith("_token") and (text := _token_text(value)):
+            special[name] = text
+    others = merged.get("additional_special_tokens") or merged.get("extra_special_tokens")
+    if isinstance(others, dict):
+        special |= {name: text for name, value in others.items() if (text := _token_text(value))}
+    others = [text for value in others if (text := _token_text(value))] if isinstance(others, list) else []
+    if others:
+        special["additional_special_tokens"] = others
+    texts = [*(text for text in special.values() if isinstance(text, str)), *others]
+    if decoder is None:
+        file = path / "added_tokens.json"
+        table = {i: {"content": text, "special": text in texts} for text, i in _read_optional(file).items()}
+        entries = list(table.items())
+    else:
+        entries = list(decoder.items()) if isinstance(decoder, dict) else [("", decoder)]
+    added = sorted((_read_added(i, entry, file) for i, entry in entries), key=lambda token: int(token["id"]))
+    known = {token["content"] for token in added}
+    added += [{"id": None, "content": t, "special": True, "normalized": False} for t in texts if t not in known]
+    return special, added
+
+
+def _read_added(i: Any, entry: Any, file: Path) -> dict[str, Any]:
+    """Return an added token as `build` expects it, from its id and its entry in ``added_tokens_decoder``."""
+    text = entry.get("content") if isinstance(entry, dict) else None
+    number = int(i) if isinstance(i, str) and i.isdecimal() and len(i) < 10 else i
+    if not isinstance(text, str) or type(number) is not int or number < 0:
+        raise CheckpointError(f"{file}: added tokens: expected ids with texts, got {i!r:.40}: {entry!r:.80}")
+    is_special = entry.get("special") is True
+    flags = {name: entry.get(name) is True for name in ("lstrip", "rstrip", "single_word")}
+    normalized = entry.get("normalized", not is_special) is True
+    return {"id": number, "content": text, "special": is_special, "normalized": normalized, **flags}
+
+
+def _find_token(path: Path, text: str | None) -> int | None:
+    """Return the id of a token by its text, or None if the tokenizer's files do not have it."""
+    if text is None:
+        return None
+    for token in _read_special(path)[1]:
+        if token["content"] == text and token["id"] is not None:
+            found: int = token["id"]
+            return found
+    file = path / "tokenizer.json"
+    table = read_file(file)[1] if file.is_file() else {}
+    model, added = table.get("model"), table.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    known = {entry.get("content"): entry.get("id") for entry in entries if isinstance(entry.get("content"), str)}
+    value = known.get(text, vocabulary.get(text) if isinstance(vocabulary, dict) else None)
+    return value if type(value) is int else None
 
 
 def _read_template(file: Path) -> str:

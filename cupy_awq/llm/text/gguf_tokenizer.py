@@ -13,7 +13,11 @@ import numpy.typing as npt
 
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm.extra import import_extra
-from cupy_awq.llm.text.tokenizer import Tokenizer, check_size, guarded
+from cupy_awq.llm.text import pipeline
+from cupy_awq.llm.text.detokenizer import SPACE
+from cupy_awq.llm.text.pipeline import check_size
+from cupy_awq.llm.text.tokenizer import Tokenizer, guarded
+from cupy_awq.sandbox.encoder import Encoder
 
 Array = npt.NDArray[Any]
 
@@ -23,25 +27,54 @@ BYTE_LEVEL, SENTENCE_PIECE = KINDS = ("gpt2", "llama")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """The values of ``tokenizer.ggml.token_type``."""
 
-SPACE = "\u2581"
-"""The character that stands for a space in the tokens of SentencePiece."""
-
 MAX_SPLITS = 1 << 21
 """The largest total number of ways to split SentencePiece tokens in two, enough for 2**18 tokens of 9 characters."""
 
 MAX_TOKEN_CHARACTERS = 256
 """The largest accepted length of a SentencePiece token in characters. SentencePiece's trainer has a default of 16."""
 
-PRE_TOKENIZERS = {
-    "gpt-2": None,
-    "default": None,
-    "smollm": None,
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+",
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (),
+    "default": (),
+    "smollm": (),
+    "qwen2": (pipeline.QWEN2,),
+    "llama-bpe": (pipeline.LLAMA3,),
+    "dbrx": (pipeline.LLAMA3,),
+    "qwen35": (pipeline.QWEN35,),
+    "tekken": (pipeline.TEKKEN,),
+    "gpt-4o": (pipeline.GPT4O,),
+    "deepseek-v3": pipeline.DEEPSEEK_V3,
 }
-"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None for GPT-2's."""
+"""The regular expressions that split text into words before BPE, by ``tokenizer.ggml.pre``; none for GPT-2's."""
+
+ALIASES = {
+    "gpt-2": "phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe gigachat a.x-4.0 mellum"
+    " modern-bert mpt olmo jais trillion granite-docling exaone4",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    "dbrx": "smaug-bpe glm4 chatglm-bpe",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
+}
+"""The other names that llama.cpp knows for a pre-tokenizer, by our name."""
+
+ADDS_BOS = frozenset({"llama-bpe", "tekken"})
+"""The pre-tokenizers that imply a BOS token, and that keep a word that is a token whole."""
+
+SPECIAL = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")
+"""The special tokens in GGUF's metadata, ``tokenizer.ggml.bos_token_id`` and so on (llama.cpp misspells the fourth)."""
+
+SPECIAL_NAMES = {"unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token"}
+"""The names of these tokens in transformers if they differ from "bos_token" and so on."""
+
+STOPS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
+    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>"
+    " <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>"
+    " <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
+)
+"""The texts of tokens that llama.cpp takes for the end of a text."""
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -49,6 +82,8 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(f"{path}: tokenizer.ggml.model: expected {' or '.join(KINDS)}, got {show(kind)}")
+    aliases = {alias: name for name, names in ALIASES.items() for alias in names.split()}
+    pre = aliases.get(pre, pre) if isinstance(pre, str) else pre
     if kind == BYTE_LEVEL and (not isinstance(pre, str) or pre not in PRE_TOKENIZERS):
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(f"{path}: tokenizer.ggml.pre: expected one of {known}, got {show(pre)}")
@@ -63,20 +98,40 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     template = metadata.get("tokenizer.chat_template")
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     texts = {}
-    for name in ("bos", "eos"):
+    for name in SPECIAL:
         i = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        texts[f"{name}_token"] = str(tokens[i]) if type(i) is int and 0 <= i < len(tokens) else ""
-    # If the field add_bos_token is missing, only SentencePiece and the pre-tokenizer llama-bpe imply a BOS token.
-    adds_by_default = kind == SENTENCE_PIECE or pre == "llama-bpe"
+        if type(i) is int and 0 <= i < len(tokens):
+            texts[SPECIAL_NAMES.get(name, f"{name}_token")] = str(tokens[i])
+    # If the field add_bos_token is missing, only SentencePiece and some pre-tokenizers imply a BOS token.
+    adds_by_default = kind == SENTENCE_PIECE or pre in ADDS_BOS
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_by_default) is True and type(bos) is int
     with guarded(str(path)):
-        continued = None
         if kind == SENTENCE_PIECE:
-            inner, continued = _build_sentence_piece(path, metadata, tokens, types)
+            inner = _build_sentence_piece(path, metadata, tokens, types)
         else:
-            inner = _build_byte_level(path, metadata, tokens, types, str(pre))
+            inner = Encoder(_build_byte_level(path, metadata, tokens, types, str(pre)))
         bos = bos if adds_bos else None
-        return Tokenizer(inner, template if isinstance(template, str) else None, texts, bos, str(path), continued)
+        template_where = f"{path}: tokenizer.chat_template"
+        template = template if isinstance(template, str) else None
+        return Tokenizer(inner, template, texts, bos, str(path), template_where)
+
+
+def list_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a text: those that the metadata names, and those of `STOPS`.
+
+    As in llama.cpp, "<|end|>" only ends a part of an answer if there are the tokens of gpt-oss or Solar, and "</s>"
+    does not end one if there is Gemma 4's "<|tool_response>".
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+    fields = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [i for i in fields if type(i) is int and i >= 0]
+    found = {token: i for i, token in enumerate(tokens) if token in STOPS}
+    calls = found.keys() & {"<|call|>", "<|calls|>"}
+    dropped = {"<|end|>"} if calls and found.keys() & {"<|return|>", "<|flush|>"} else set()
+    dropped |= {"</s>"} if "<|tool_response>" in found else set()
+    others = {i for token, i in found.items() if token in dropped}
+    return tuple(dict.fromkeys(i for i in [*named, *found.values()] if i not in others))
 
 
 def _build_byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Array, pre: str) -> Any:
@@ -90,18 +145,18 @@ def _build_byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]
     tokenizers = import_extra("tokenizers")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    bpe = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
+    bpe = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pre in ADDS_BOS)
     inner = tokenizers.Tokenizer(bpe)
     inner.pre_tokenizer = make_pre_tokenizer(tokenizers, pre)
     inner.decoder = tokenizers.decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         inner.normalizer = tokenizers.normalizers.NFC()
     _add_tokens(inner, tokens, types, special=(CONTROL,))
     return inner
 
 
-def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Array) -> tuple[Any, Any]:
-    """Return a ``tokenizers.Tokenizer`` for SentencePiece BPE, as in Llama 2, and the normalizer of continued texts.
+def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Array) -> Encoder:
+    """Return an encoder for SentencePiece BPE, as in Llama 2.
 
     Starting from single characters, SentencePiece repeatedly merges the two adjacent tokens whose concatenation is the
     token with the largest score. `tokenizers` needs a ranked list of merges instead: all pairs of tokens whose
@@ -144,7 +199,7 @@ def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[
     strip = [ends.Strip(" ", 1, 0)] if has_prefix else []
     inner.decoder = ends.Sequence([ends.Replace(SPACE, " "), ends.ByteFallback(), ends.Fuse(), *strip])
     _add_tokens(inner, tokens, types, special=(UNKNOWN, CONTROL))
-    return inner, continued
+    return Encoder(inner, (continued, None) if has_prefix else None)
 
 
 def _list_pairs(tokens: list[str], types: Array, scores: Array) -> list[tuple[str, str]]:
@@ -170,9 +225,10 @@ def _add_tokens(inner: Any, tokens: list[str], types: Array, special: tuple[int,
 def make_pre_tokenizer(tokenizers: Any, pre: str) -> Any:
     """Return the pre-tokenizer for ``tokenizer.ggml.pre``, which splits text into words and words into bytes."""
     steps = tokenizers.pre_tokenizers
-    pattern, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)
-    if pattern is not None:
-        return steps.Sequence([steps.Split(tokenizers.Regex(pattern), "isolated"), to_bytes(use_regex=False)])
+    patterns, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)
+    if patterns:
+        splits = [steps.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+        return steps.Sequence([*splits, to_bytes(use_regex=False)])
     digits = [steps.Digits(individual_digits=True)] if pre == "smollm" else []
     return steps.Sequence([*digits, to_bytes(use_regex=True)])
 

@@ -5,30 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.files import printable, read_object
+from cupy_awq.checkpoint.files import parse_object, printable
 from cupy_awq.llm.extra import import_extra
-from cupy_awq.llm.text import chat_template
+from cupy_awq.llm.text import chat_template, pipeline
 from cupy_awq.llm.text.chat_template import Message
+from cupy_awq.llm.text.detokenizer import DecodeStream, TokenDecoder
+from cupy_awq.llm.text.remote import RemoteEncoder
+from cupy_awq.sandbox import encoder
+from cupy_awq.sandbox.encoder import Encoder, TokenFinder
 
-MAX_GROWTH = 64
-"""The largest factor by which the normalizer in a tokenizer.json may lengthen a text."""
-
-MAX_PARTS = 2000
-"""The largest number of JSON values in normalizer, pre-tokenizer, post-processor and decoder; Llama 3 has 100."""
-
-MAX_TOKENS, MAX_MERGES = 1 << 19, 1 << 20
-"""The largest sizes of a vocabulary and of its list of merges; Gemma 3 has 262,144 and 514,906."""
-
-MAX_UNIGRAM = 256
-"""The largest length in characters of a token in the vocabulary of a Unigram model."""
-
-MAX_ADDED_TOKENS, MAX_ADDED_CHARACTERS = 1 << 14, 1 << 20
-"""The largest number of added tokens, such as special tokens, and their largest total length in characters."""
+FIRST_CHARACTERS = 8
+"""The characters per token of the limit that `Tokenizer.encode` first tries on a long text."""
 
 OPEN, CLOSE = "\ue000", "\ue001"
 """The private-use characters that enclose an index in a template's input.
@@ -36,19 +29,20 @@ OPEN, CLOSE = "\ue000", "\ue001"
 The index stands for the text of a special token, which the template must not see.
 """
 
+_INDEX = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+
 
 class Tokenizer:
-    """A tokenizer and a chat template.
+    """A tokenizer and a chat template. Threads may share it: no call changes it.
 
     Args:
-        inner: the ``tokenizers.Tokenizer``.
+        inner: the ``tokenizers.Tokenizer``, an `Encoder`, or a `RemoteEncoder`.
         template: the source text of the chat template (jinja2), or None.
-        special: the values of the template's variables "bos_token" and "eos_token".
+        special: the special tokens as the template's variables, such as "bos_token".
         bos: the id of the BOS token to prepend to texts that are not rendered by the template; None if the model has no
             BOS token or ``inner`` adds it.
-        where: the path of the file, for error messages.
-        continued: the normalizer for a text that continues an earlier text and so gets no leading space
-            (SentencePiece); None to use the normalizer of ``inner``.
+        where: the path of the tokenizer's file, for error messages.
+        template_where: the path of the template's file, for error messages; by default ``where``.
 
     Attributes:
         special_ids: the ids of the special tokens, which `decode` and `stream` omit, by text.
@@ -58,190 +52,227 @@ class Tokenizer:
         self,
         inner: Any,
         template: str | None,
-        special: Mapping[str, str],
+        special: Mapping[str, Any],
         bos: int | None = None,
         where: str = "tokenizer",
-        continued: Any = None,
+        template_where: str = "",
     ) -> None:
-        self.inner = inner
+        self._encoder: Encoder | RemoteEncoder = (
+            inner if isinstance(inner, (Encoder, RemoteEncoder)) else Encoder(inner)
+        )
         self.template = template
         self.special = dict(special)
         self._bos = bos
-        self._where = where
-        self._continued = continued
-        inner.no_truncation()
-        inner.no_padding()
-        added = {i: token for i, token in inner.get_added_tokens_decoder().items() if token.content}
-        self.special_ids = {token.content: i for i, token in added.items() if token.special}
-        special_texts = set(self.special_ids)
-        user_texts = special_texts | {t.content for t in added.values() if t.content in (template or "")}
-        self._always_plain = _any_of(special_texts)
-        index = f"{OPEN}[0-9]+{CLOSE}"
-        self._masked_in_answers = re.compile(f"{index}|{self._always_plain.pattern}")
-        self._masked = re.compile(f"{index}|{_any_of(user_texts).pattern}")
+        self._where, self._template_where = where, template_where or where
+        described = self._encoder.describe()
+        added = [(i, text, is_special) for i, text, is_special in described["added"] if text]
+        self.special_ids = {text: i for i, text, is_special in added if is_special}
+        others = [text for _, text, is_special in added if not is_special and text in (template or "")]
+        self._special_texts = TokenFinder(self.special_ids)
+        self._user_texts = TokenFinder([*self.special_ids, *others])
+        self._decoder = TokenDecoder(
+            described["decoder"],
+            frozenset(self.special_ids.values()),
+            self._encoder.id_to_token,
+            self._encoder.decode,
+        )
+        named = self.special.get("bos_token")
+        first = self._encoder.token_to_id(named) if bos is None and isinstance(named, str) else bos
+        self._double_bos = None if first is None else [first, first]
 
     @classmethod
-    def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
+    def from_file(
+        cls,
+        file: Path,
+        template: str | None,
+        special: Mapping[str, Any],
+        *,
+        added: Sequence[Mapping[str, Any]] = (),
+        template_where: str = "",
+    ) -> Tokenizer:
         """Load a tokenizer.json. Its truncation and padding are ignored, as in transformers.
 
-        Raises CheckpointError if the package ``tokenizers`` cannot read the file, or if the tokenizer could lengthen a
-        text without limit.
-        """
-        tokenizers = import_extra("tokenizers")
-        _check_pipeline(read_object(file), str(file))
-        with guarded(str(file)):
-            return cls(tokenizers.Tokenizer.from_file(str(file)), template, special, where=str(file))
+        A tokenizer with parts that are not known to take time proportional to the text runs in a worker process.
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, special_tokens: bool = True) -> list[int]:
+        Args:
+            file: the path of the tokenizer.json.
+            template, special, template_where: as in the constructor.
+            added: further tokens, as in `encoder.build`.
+
+        Raises:
+            CheckpointError: the package ``tokenizers`` cannot read the file, or loading it exceeds a limit.
+        """
+        import_extra("tokenizers")
+        where = str(file)
+        data, table = read_file(file)
+        pipeline.check_table_size(table, added, where)
+        with guarded(where):
+            text = data.decode("utf-8")
+            is_known = pipeline.is_known(table)
+            inner = encoder.build(text, table, added) if is_known else RemoteEncoder(text, added)
+            return cls(inner, template, special, where=where, template_where=template_where)
+
+    def prepare(self) -> None:
+        """Start the worker process for the chat template, if there is one, without waiting for it."""
+        if self.template is not None:
+            chat_template.prepare()
+
+    @property
+    def inner(self) -> Any:
+        """The ``tokenizers.Tokenizer``, or the `RemoteEncoder`, which has the methods of it that this library uses."""
+        return self._encoder.inner if isinstance(self._encoder, Encoder) else self._encoder
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
         """Return the token ids of a text.
 
         Args:
             text: the text.
             add_special_tokens: True to add the tokens that start a text, such as BOS.
             special_tokens: True to recognize special tokens in the text, False to encode them as plain text.
+            limit: the largest number of ids that the caller can use: of a text with twice as many, only a part, with
+                more than ``limit`` ids, is encoded.
 
         Raises:
             CheckpointError: the tokenizer fails on this text.
             TypeError: ``text`` is not a str.
         """
         check_text("text", text)
-        pieces = [(text, False)]
-        if not special_tokens:
-            pieces = [(piece, bool(i % 2)) for i, piece in enumerate(self._always_plain.split(text))]
-        ids: list[int] = []
-        for i, (piece, is_plain) in enumerate(pieces):
-            ids += self._encode_piece(piece, is_plain, bool(ids), add_special_tokens and i == 0)
-        return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
-    def _encode_piece(
-        self, text: str, is_plain: bool, continues: bool = False, add_special_tokens: bool = False
-    ) -> list[int]:
-        """Return the token ids of a piece of a text.
+        def encode(part: str) -> list[int]:
+            pieces = [(part, False)] if special_tokens else list(_cut(part, self._special_texts.spans(part)))
+            return self._encode_pieces(pieces, add_special_tokens)
 
-        Args:
-            text: the piece.
-            is_plain: whether the piece is the text of a special token, which is split so that it is not recognized.
-            continues: whether another piece of the same text precedes this piece.
-            add_special_tokens: True to add the tokens that start a text.
-        """
-        with guarded(self._where):
-            if not is_plain:
-                return self._encode(_encodable(text), continues, add_special_tokens)
-            self.inner.encode_special_tokens = True
-            try:
-                return self._encode(text[:1], continues) + self._encode(text[1:], continues=True)
-            finally:
-                self.inner.encode_special_tokens = False
-
-    def _encode(self, text: str, continues: bool, add_special_tokens: bool = False) -> list[int]:
-        normalizer = self.inner.normalizer
-        if continues and self._continued is not None:
-            self.inner.normalizer = self._continued
-        try:
-            ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = _encode_part(encode, _encodable(text), limit)
+        if not add_special_tokens:
             return ids
-        finally:
-            if continues and self._continued is not None:
-                self.inner.normalizer = normalizer
+        ids = [self._bos, *ids] if self._bos is not None else ids
+        if ids[:2] == self._double_bos:
+            self._double_bos = None  # one warning is enough
+            warnings.warn(f"{self._where}: the text starts with the BOS token, which is added once more", stacklevel=3)
+        return ids
+
+    def _encode_pieces(self, pieces: Sequence[tuple[str, bool]], add_special_tokens: bool) -> list[int]:
+        """Return the token ids of the pieces of a text: (piece, whether special tokens in it are plain text)."""
+        ids: list[int] = []
+        with guarded(self._where):
+            for i, (piece, is_plain) in enumerate(pieces):
+                if is_plain:
+                    ids += self._encoder.encode_plain(piece, continues=bool(ids))
+                else:
+                    adds = add_special_tokens and i == 0
+                    ids += self._encoder.encode(piece, continues=bool(ids), add_special_tokens=adds)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         with guarded(self._where):
-            text: str = self.inner.decode(list(ids))
-        return text
+            return self._decoder.decode(ids)
 
-    def stream(self) -> DecodeStream:
-        """Return an incremental decoder, which takes one token at a time."""
-        return DecodeStream(self.inner, self._where)
+    def stream(self, earlier: Sequence[int] = ()) -> DecodeStream:
+        """Return an incremental decoder, which takes one token at a time; see `DecodeStream` for ``earlier``."""
+        return DecodeStream(self._decoder, earlier)
 
-    def encode_chat(self, messages: Sequence[Message], *, special_tokens: bool = False) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        special_tokens: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> list[int]:
         """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
         Args:
             messages: the conversation.
             special_tokens: True to recognize special tokens in messages; by default only special tokens that the
                 template writes are recognized, so that a message cannot forge a turn.
+            template_args: further variables of the template, such as {"enable_thinking": False}.
+            limit: as in `encode`.
 
         Raises:
             CheckpointError: there is no chat template, or it fails for these messages.
-            TypeError: ``messages`` is not a list of messages that have a role, a content and only texts as values.
+            TypeError: ``messages`` is not a list of messages that have a role, a content and only texts as values, or
+                ``template_args`` has values that JSON cannot represent.
+            ValueError: ``template_args`` sets a variable that it may not set.
         """
         chat_template.check_messages(messages)
+        arguments = chat_template.check_arguments(template_args)
         if self.template is None:
             raise CheckpointError(
                 f"{self._where}: chat template: expected one, got none: use --raw or raw=True to complete plain text"
             )
         plain: list[str] = []
         if not special_tokens:
-            messages = [self._mask(message, plain) for message in messages]
-        text = chat_template.render(self.template, messages, self.special, self._where)
-        if not plain:
-            return self._encode_piece(text, False)
-        ids: list[int] = []
-        for i, piece in enumerate(re.split(f"{OPEN}([0-9]+){CLOSE}", text)):
-            number = int(piece) if i % 2 and len(piece) < 10 else 0
-            text = plain[number] if i % 2 and number < len(plain) else "" if i % 2 else piece
-            ids += self._encode_piece(text, bool(i % 2), continues=bool(ids))
-        return ids
+            messages = [self._mask(dict(message), plain, message["role"] == "assistant") for message in messages]
+            arguments = self._mask(arguments, plain)
+        text = chat_template.render(self.template, messages, self.special, self._template_where, arguments)
 
-    def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
-        """Replace the special tokens in a message by indices into ``plain``, and append their texts to ``plain``.
+        def encode(part: str) -> list[int]:
+            pieces = [(part, False)]
+            if plain:
+                pieces = []
+                for i, piece in enumerate(_INDEX.split(part)):
+                    number = int(piece) if i % 2 and len(piece) < 10 else 0
+                    pieces.append((plain[number] if number < len(plain) else "", True) if i % 2 else (piece, False))
+            return self._encode_pieces(pieces, False)
 
-        In messages of all roles but the assistant's, other added tokens of the tokenizer that occur in the template are
-        also replaced. So is a text of the form of an index, which then remains as it is.
+        return _encode_part(encode, _encodable(text), limit)
+
+    def _mask(self, value: Any, plain: list[str], is_answer: bool = False) -> Any:
+        """Replace the special tokens in all texts of a value by indices into ``plain``, which gets their texts.
+
+        Unless ``is_answer``, other added tokens of the tokenizer that occur in the template are also replaced. So is a
+        text of the form of an index, which then remains as it is.
         """
-        pattern = self._masked_in_answers if message["role"] == "assistant" else self._masked
-
-        def number(match: re.Match[str]) -> str:
-            plain.append(match[0])
-            return f"{OPEN}{len(plain) - 1}{CLOSE}"
-
-        return {key: pattern.sub(number, value) for key, value in message.items()}
-
-
-class DecodeStream:
-    """An incremental decoder. A character that spans several tokens is emitted with its last token."""
-
-    def __init__(self, inner: Any, where: str) -> None:
-        self._inner, self._where = inner, where
-        self._decoder = import_extra("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
-
-    def step(self, token: int) -> str:
-        """Return the text that the next token adds, which may be empty."""
-        with guarded(self._where):
-            text: str | None = self._decoder.step(self._inner, token)
-        return text or ""
+        if isinstance(value, dict):
+            return {name: self._mask(item, plain, is_answer) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._mask(item, plain, is_answer) for item in value]
+        if not isinstance(value, str):
+            return value
+        finder = self._special_texts if is_answer else self._user_texts
+        masked = []
+        for piece, is_plain in _cut(value, [match.span() for match in _INDEX.finditer(value)]):
+            spans = [(0, len(piece))] if is_plain else finder.spans(_encodable(piece))
+            for text, is_token in _cut(piece, spans):
+                plain += [text] if is_token else []
+                masked.append(f"{OPEN}{len(plain) - 1}{CLOSE}" if is_token else text)
+        return "".join(masked)
 
 
-class Detokenizer:
-    """An incremental detokenizer for one completion. It retains text that may be the start of a stop string.
+def read_file(file: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the bytes of a tokenizer.json, and its object.
 
-    Attributes:
-        stopped: True once a stop string is complete.
+    Raises CheckpointError if the file is larger than `pipeline.MAX_FILE_BYTES` or contains no object.
     """
+    with open(file, "rb") as opened:
+        data = opened.read(pipeline.MAX_FILE_BYTES + 1)
+    if len(data) > pipeline.MAX_FILE_BYTES:
+        raise CheckpointError(f"{file}: expected at most {pipeline.MAX_FILE_BYTES} bytes, got more")
+    return data, parse_object(data, str(file))
 
-    def __init__(self, stream: DecodeStream, stop: Sequence[str]) -> None:
-        self._stream = stream
-        self._stop = [text for text in stop if text]
-        self._held = ""
-        self.stopped = False
 
-    def step(self, token: int) -> str:
-        """Add a token and return the new text, except for text that may be the start of a stop string."""
-        text = self._held + self._stream.step(token)
-        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        longest = max(map(len, self._stop), default=0)
-        tails = (text[i:] for i in range(max(0, len(text) - longest + 1), len(text)))
-        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stop)), "")
-        return text[: len(text) - len(self._held)]
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a text that are not empty, and whether each is one of the spans."""
+    end = 0
+    for start, stop in [*spans, (len(text), len(text))]:
+        for part, is_span in ((text[end:start], False), (text[start:stop], True)):
+            if part:
+                yield part, is_span
+        end = stop
 
-    def flush(self) -> str:
-        """Return the retained text. Call this function after the last token."""
-        held, self._held = self._held, ""
-        return held
+
+def _encode_part(encode: Callable[[str], list[int]], text: str, limit: int | None) -> list[int]:
+    """Return the ids of a text, or of a first part of it that has more than twice ``limit`` of them."""
+    size = len(text) if limit is None else FIRST_CHARACTERS * (limit + 1)
+    while size < len(text):
+        ids = encode(text[:size])
+        if limit is not None and len(ids) > 2 * limit:
+            return ids
+        size *= FIRST_CHARACTERS
+    return encode(text)
 
 
 @contextlib.contextmanager
@@ -264,71 +295,3 @@ def check_text(name: str, value: object) -> None:
 def _encodable(text: str) -> str:
     """Return a text whose lone surrogates, which UTF-8 cannot encode, are replaced."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Return a regular expression whose only group matches any of the texts, preferring longer texts."""
-    words = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-    return re.compile(f"({words})" if words else "((?!))")
-
-
-def check_size(where: str, tokens: int, merges: int, added: Sequence[str]) -> None:
-    """Raise CheckpointError unless tokens, merges and the texts of added tokens can be loaded within seconds."""
-    if tokens > MAX_TOKENS or merges > MAX_MERGES:
-        raise CheckpointError(
-            f"{where}: expected at most {MAX_TOKENS} tokens and {MAX_MERGES} merges, got {tokens} and {merges}"
-        )
-    characters = sum(map(len, added))
-    if len(added) > MAX_ADDED_TOKENS or characters > MAX_ADDED_CHARACTERS:
-        raise CheckpointError(
-            f"{where}: expected at most {MAX_ADDED_TOKENS} added tokens of {MAX_ADDED_CHARACTERS} characters, got"
-            f" {len(added)} of {characters}"
-        )
-
-
-def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError if a tokenizer.json has components that can exhaust time or memory or abort the process.
-
-    Replacement rules, repeated byte encoding and templates of special tokens can expand a few characters to gigabytes,
-    and damaged data of the normalizer "Precompiled" abort the process.
-    """
-    model = table.get("model")
-    vocabulary, merges = (model.get(name) if isinstance(model, dict) else None for name in ("vocab", "merges"))
-    tokens, pairs = (len(part) if isinstance(part, (dict, list)) else 0 for part in (vocabulary, merges))
-    added = table.get("added_tokens")
-    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    check_size(where, tokens, pairs, [str(entry.get("content")) for entry in entries])
-    if isinstance(vocabulary, list):  # a Unigram model; its encoding time is proportional to its longest token
-        texts = (entry[0] for entry in vocabulary if isinstance(entry, list) and entry)
-        longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
-        if longest > MAX_UNIGRAM:
-            raise CheckpointError(f"{where}: vocab: expected tokens of at most {MAX_UNIGRAM} characters, got {longest}")
-    growth, parts = 1.0, 0
-    pending = [table.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    while pending:
-        part = pending.pop()
-        parts += 1
-        if parts > MAX_PARTS:
-            raise CheckpointError(f"{where}: expected at most {MAX_PARTS} values of normalizer to decoder, got more")
-        if isinstance(part, list):
-            pending.extend(part)
-        if not isinstance(part, dict):
-            continue
-        pending.extend(part.values())
-        kind = part.get("type")
-        if kind == "Precompiled":
-            raise CheckpointError(f"{where}: normalizer: expected one without precompiled tables, got 'Precompiled'")
-        if kind == "ByteLevel":
-            growth *= 2
-        if kind in ("Replace", "Prepend"):
-            pattern = part.get("pattern")
-            old = pattern.get("String") if isinstance(pattern, dict) else None
-            new = part.get("content", part.get("prepend"))
-            shortest = len(old) if isinstance(old, str) and old else 1
-            growth *= max(1.0, (len(new) if isinstance(new, str) else 0) / shortest + (not old))
-        if isinstance(single := part.get("single"), list):  # a template may repeat the text ("Sequence")
-            growth *= max(1, sum(isinstance(item, dict) and "Sequence" in item for item in single))
-        if growth > MAX_GROWTH:
-            raise CheckpointError(
-                f"{where}: normalizer: expected one that lengthens a text at most {MAX_GROWTH} times, got {growth:.0f}"
-            )
