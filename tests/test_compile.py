@@ -373,7 +373,7 @@ def test_compile_fails_on_local_memory(
 
 
 def test_compile_all_refuses_an_invalid_arch(capsys: pytest.CaptureFixture[str]) -> None:
-    for arch in ("5", "sm_80", "90b", "50"):
+    for arch in ("5", "sm80", "90b", "50"):
         with pytest.raises(ValueError, match="arch: expected"):
             compile_all.run([arch])
 

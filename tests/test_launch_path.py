@@ -62,7 +62,7 @@ class FakeGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A stand-in for the GPU, the driver and CuPy's current stream; kernels are neither compiled nor run."""
+    """Replace the GPU, the driver and CuPy's current stream; kernels are neither compiled nor run."""
     from cuda.bindings import driver
 
     fake = FakeGpu(np.zeros(1 << 22, np.uint8))

@@ -271,7 +271,7 @@ def test_other_errors_of_the_driver_keep_their_type_and_traceback(monkeypatch: p
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in for CuPy on a GPU of architecture 80, which lists the paths and the code that it loads.
+    """Replace CuPy on a GPU of architecture 80 by an object that lists the paths and the code that it loads.
 
     ``error`` is what loading from a file raises.
     """

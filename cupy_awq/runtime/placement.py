@@ -36,9 +36,9 @@ def resolve(device: Any = None) -> int:
     >>> resolve("cpu")
     -1
     """
-    if device == "cpu":
-        return HOST
     if isinstance(device, str):
+        if device == "cpu":
+            return HOST
         number = device.removeprefix("cuda:") if device != "cuda" else "0"
         if not re.fullmatch(r"[0-9]{1,9}", number):
             raise ValueError(f"device: expected cpu, cuda, cuda:N or the number of a GPU, got {device!r:.80}")
