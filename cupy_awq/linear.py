@@ -39,7 +39,7 @@ class AwqLinear:
     the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
     skips validation and kernel selection. Threads and streams may share a layer.
 
-    On a Hopper GPU the layer also stores the weight in the fragment layout, which the fastest kernels read, if K is a
+    From sm_80 on the layer also stores the weight in the fragment layout, which the fastest kernels read, if K is a
     multiple of 64, the group size is 16, 32, 64, K or a multiple of 128, and the zero points are integers. There, a
     GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
@@ -60,7 +60,7 @@ class AwqLinear:
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
         batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
             also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
-            group size, the dtypes and the GPU. On a Hopper GPU, a GEMM of any M may then round each dequantized weight
+            group size, the dtypes and the GPU. From sm_80 on, a GEMM of any M may then round each dequantized weight
             to the dtype of x. Not supported with an ``x_dtype``.
         order: the permutation of x for a weight whose rows are sorted by group (activation order, GPTQ's ``desc_act``),
             int32 [K] on the device of the weight: y = activation(x[..., order] @ W + bias). None for no permutation.

@@ -24,6 +24,7 @@ from cupy_awq.kernels.family import AnyFamily, KernelProblem
 from cupy_awq.kernels.gemm.gather_columns import GATHER_COLUMNS, ColumnGather
 from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM75, GEMM_SM80
 from cupy_awq.kernels.gemm.gemm_simt import GEMM_SIMT
+from cupy_awq.kernels.gemm.gemm_sm80_fragments import GEMM_SM80_FRAGMENTS
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
 from cupy_awq.kernels.gemm.gemm_sm90_raw import GEMM_SM90_RAW
@@ -42,7 +43,17 @@ from cupy_awq.kernels.quantization.refine_group import REFINE_GROUP, GroupRefine
 from cupy_awq.kernels.quantization.round_channels import ROUND_CHANNELS, ChannelRounding
 
 _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
-    Problem: (GEMV, GEMM_SMALL, GEMM_SIMT, GEMM_SM75, GEMM_SM80, GEMM_SM90_RAW, GEMM_SM90, GEMM_SM90_LARGE),
+    Problem: (
+        GEMV,
+        GEMM_SMALL,
+        GEMM_SIMT,
+        GEMM_SM75,
+        GEMM_SM80,
+        GEMM_SM80_FRAGMENTS,
+        GEMM_SM90_RAW,
+        GEMM_SM90,
+        GEMM_SM90_LARGE,
+    ),
     Dequantization: (DEQUANTIZE,),
     Conversion: (INT_TO_FP16,),
     Int8Problem: (GEMV_INT8, GEMM_INT8_SM75, GEMM_INT8_SM80, GEMM_W4A8_SM90, GEMM_INT8_SM90, GEMM_INT8_SIMT),

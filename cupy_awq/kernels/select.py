@@ -93,7 +93,7 @@ def weight_layouts(k: int, n: int, group_size: int, scales_dtype: str, zeros: st
     >>> from cupy_awq.runtime.device import nominal
     >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(90))
     ('awq', 'fragments')
-    >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(80))
+    >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(75))
     ('awq',)
     """
     read = {family.layout for family in FAMILIES_OF[Problem].values() if device.refusal(family.needs) is None}

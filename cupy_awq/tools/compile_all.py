@@ -44,9 +44,11 @@ def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
     """
     gpu = device.nominal(arch)
     found = [*_awq_layout(gpu), *_common(gpu)]
-    if FRAGMENTS in _layouts(gpu):
+    if FRAGMENTS in _layouts(gpu) and gpu.has(*gemm_sm90.GEMM_SM90.needs):
         for table in sorted(tuned.SHIPPED.glob("*.json")):  # GPUs with tuned configurations of their own
-            found += _fragment_layout(replace(gpu, name=table.stem))
+            found += _hopper_fragments(replace(gpu, name=table.stem))
+    elif FRAGMENTS in _layouts(gpu):
+        found += _fragment_layout(gpu)
     if batch_invariant:
         found += _batch_invariant(gpu)
     return list(dict.fromkeys(found))
@@ -85,6 +87,14 @@ def _fragment_layout(gpu: device.Device) -> Iterator[Kernel]:
 
     All legal configurations would be too many.
     """
+    for dtype, m, (k, n), is_even in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES, (False, True)):
+        problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS), even_scales=is_even)
+        yield FragmentLayout.of(problem).pack(gpu).kernel
+        yield select.choose(problem, gpu).plan.kernel
+
+
+def _hopper_fragments(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield the kernels of `_fragment_layout` on a Hopper GPU, which also fuse parts of a decoder layer."""
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS))
         yield FragmentLayout.of(problem).pack(gpu).kernel

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_sm80_fragments``: GEMM with mma.sync on a weight in the fragment layout, for any M."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
+from cupy_awq.kernels.hopper import p_norm
+from cupy_awq.kernels.tiling import ceil_div, next_power_of_two
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+NAME = "gemm_sm80_fragments"
+NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
+"""The capabilities that the kernel needs."""
+MMA_ROWS = 16
+"""The largest M for which the tensor cores also sum x, which takes one more mma per 32 columns and 8 rows."""
+MAX_STAGES = 8
+"""The largest number of pipeline stages."""
+RESERVED_BYTES = 1024
+"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
+
+Math = Literal["kRaw", "kExact", "kScaled", "kFused"]
+
+
+@dataclass(frozen=True)
+class GemmFragmentsCosts:
+    """Constants of the cost model, fitted to 3882 times of 97 problems with M = 1 to 2048 on an H200.
+
+    The first choice is slower than the fastest configuration by 2% (geometric mean over these problems).
+
+    Attributes:
+        mma_us: time of an mma of one scheduler, in microseconds.
+        instruction_us: time that any other instruction takes from the mma of its scheduler, in microseconds.
+        sync_us: time per k tile for which the warps of a slice wait for each other, in microseconds.
+        copy_us: latency of a copy to shared memory under load, in microseconds.
+        start_us: time to fill the pipeline of a tile and to finish the tile, in microseconds.
+        store_ns: time to store y, per element of a CTA tile, in nanoseconds.
+        launch_us: launch overhead, in microseconds.
+        bandwidth: achieved fraction of the nominal memory bandwidth.
+        l2_gbs: L2 bandwidth per SM in GB/s.
+        stream_k_us: fixed time of the stream-K reduction, in microseconds.
+        exchange_ns: time per partial sum that a CTA writes or reads, in nanoseconds.
+        norm: exponent of the p-norm of times that overlap.
+    """
+
+    mma_us: float = 0.00427
+    instruction_us: float = 0.00065
+    sync_us: float = 0.091
+    copy_us: float = 0.62
+    start_us: float = 1.64
+    store_ns: float = 0.06
+    launch_us: float = 0.94
+    bandwidth: float = 0.95
+    l2_gbs: float = 93.0
+    stream_k_us: float = 3.2
+    exchange_ns: float = 0.093
+    norm: float = 2.95
+
+
+COSTS = GemmFragmentsCosts()
+CONVERT = {"kRaw": 5, "kExact": 9, "kFused": 9, "kScaled": 13}
+"""The number of instructions that convert a word of eight codes to operand A, with float16 x, by ``math``."""
+BFLOAT16_CONVERT = 2
+"""The number of further instructions with bfloat16 x."""
+SCHEDULERS = 4
+"""The number of warp schedulers per SM."""
+
+
+@dataclass(frozen=True)
+class GemmFragmentsConfig:
+    """A configuration of ``gemm_sm80_fragments.cu``.
+
+    Attributes:
+        math: how a warp computes the products of a group, an enumerator of ``Math`` in the kernel.
+        block_m: number of rows per CTA tile.
+        x_rows: number of rows of x in shared memory; less than ``block_m`` for fewer than 8 rows.
+        weight_tiles: number of weight tiles (32 columns) along n per warp.
+        warps_n: number of warps per slice of K, side by side along n.
+        warps_k: number of slices of K per CTA.
+        stage_k: extent of a pipeline stage along K, 64 or 128.
+        stages: number of pipeline stages per slice.
+        ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
+        ctas: number of CTAs of the launch, which compute one tile after another.
+        stream_k_units: number of tiles that are computed with stream-K, counted from the first; each of the others is
+            computed by one CTA. See ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+        stream_k_ctas: number of CTAs among which the k tiles of the stream-K tiles are divided.
+    """
+
+    math: Math
+    block_m: int
+    x_rows: int
+    weight_tiles: int
+    warps_n: int
+    warps_k: int
+    stage_k: int
+    stages: int = 2
+    ctas_per_sm: int = 1
+    ctas: int = 1
+    stream_k_units: int = 0
+    stream_k_ctas: int = 0
+
+    @property
+    def split_k(self) -> int:
+        """The average number of CTAs per stream-K tile, rounded up; 1 without stream-K."""
+        return ceil_div(self.stream_k_ctas, self.stream_k_units) if self.stream_k_units else 1
+
+    @property
+    def tile_columns(self) -> int:
+        """The number of weight tiles along n per CTA tile."""
+        return self.weight_tiles * self.warps_n
+
+    @property
+    def block_n(self) -> int:
+        """The number of columns per CTA tile."""
+        return self.tile_columns * WEIGHT_TILE_N
+
+    @property
+    def threads(self) -> int:
+        """The number of threads per CTA."""
+        return 32 * self.warps_n * self.warps_k
+
+    @property
+    def pass_rows(self) -> int:
+        """The number of rows of accumulators that shared memory holds at once."""
+        return self.block_m if self.block_m <= 32 else 16
+
+    def stage_bytes(self, problem: Problem) -> int:
+        """Return the size of a pipeline stage in bytes: codes and groups of the weight tiles, and x."""
+        layout = FragmentLayout.of(problem)
+        parts = WEIGHT_TILE_K // self.stage_k
+        groups = max(1, layout.groups // parts)
+        weight = self.tile_columns * (self.stage_k * WEIGHT_TILE_N // 2 + groups * layout.group_bytes)
+        return ceil_div(self.x_rows * self.stage_k * 2 + weight, 128) * 128
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
+        ring = self.warps_k * self.stages * self.stage_bytes(problem)
+        return max(ring, self.warps_k * self.pass_rows * (self.block_n + 4) * 4)
+
+    def units(self, problem: Problem) -> int:
+        """Return the number of CTA tiles of y."""
+        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
+
+
+def refusal(problem: Problem, device: Device) -> str | None:
+    if problem.fusion:
+        return "cannot fuse the residual add or RMSNorm of a decoder"
+    if problem.gathers_x:
+        return "cannot gather the columns of x"
+    if device.has(Capability.WGMMA):
+        return "serves GPUs without wgmma"
+    return fragment_refusal(problem, device, NEEDS)
+
+
+def reduction(config: GemmFragmentsConfig, problem: Problem) -> Reduction | None:
+    """Return the order of the additions along K, or None for the mathematics and stream-K of which it depends on M."""
+    if config.stream_k_units or config.math not in ("kExact", "kScaled"):
+        return None
+    math = "mma with scaled weights" if config.math == "kScaled" else "mma with scaled accumulators"
+    return Reduction(math, (0,), config.warps_k, 1 if config.warps_k > 1 else 0)
+
+
+def configs(problem: Problem, device: Device) -> list[GemmFragmentsConfig]:
+    return list(_configs(problem, device))
+
+
+def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
+    for math in _maths(problem):
+        for block_m in _heights(problem.m, math):
+            x_rows = min(block_m, next_power_of_two(problem.m))
+            layouts = _invariant_layouts(block_m, math) if problem.batch_invariant else _layouts(block_m, math, problem)
+            for layout in layouts:
+                if problem.gated and layout.weight_tiles * layout.warps_n % 2:
+                    continue
+                for stage_k in (128, 64):
+                    shape = GemmFragmentsConfig(
+                        math, block_m, x_rows, layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
+                    )
+                    config = _with_stages(shape, layout.ctas_per_sm, problem, device)
+                    if config is not None:
+                        yield from _divided(config, problem, device)
+                    if config is not None or math in ("kRaw", "kExact"):
+                        break
+
+
+def _maths(problem: Problem) -> tuple[Math, ...]:
+    """Return the values of ``math`` to try; several for a batch-invariant weight, which needs the same for every M."""
+    is_wide = problem.dtype == "float16" and problem.wide_scales
+    if problem.batch_invariant:
+        return ("kExact",) if is_wide else ("kExact", "kScaled")
+    if problem.m <= MMA_ROWS:
+        return ("kRaw",)
+    if problem.m < ROUNDED_MIN_M or is_wide:
+        return ("kExact",)
+    return ("kFused",) if problem.dtype == "float16" and problem.even_scales else ("kScaled",)
+
+
+def _heights(m: int, math: Math) -> list[int]:
+    """Return the values of ``block_m`` to try: those that divide M evenly.
+
+    >>> _heights(5, "kRaw"), _heights(40, "kScaled"), _heights(200, "kScaled"), _heights(200, "kExact")
+    ([8], [16, 32, 48], [64, 96, 128], [64])
+    """
+    if m <= MMA_ROWS:
+        return [ceil_div(m, 8) * 8]
+    if m <= 64:
+        return sorted({ceil_div(m, tiles * 16) * 16 for tiles in (1, 2, 3)})
+    if math == "kExact":
+        return [64]
+    fewest = ceil_div(m, 128)
+    return sorted({64, *(ceil_div(m, tiles * 32) * 32 for tiles in (fewest, fewest + 1))})
+
+
+class Layout(NamedTuple):
+    """The fields of `GemmFragmentsConfig` with these names, but ``ctas_per_sm`` is the largest number to try."""
+
+    weight_tiles: int
+    warps_n: int
+    warps_k: int
+    ctas_per_sm: int = 1
+
+
+def _layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
+    """Return the layouts of the warps to try: those that are the fastest for some weight and whose registers fit."""
+    few_groups = FragmentLayout.of(problem).groups <= 2
+    if math == "kRaw" and block_m == 8:
+        return Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
+    if math == "kRaw":
+        return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(2, 1, 4, 2 if few_groups else 1)
+    if block_m <= 32:
+        narrow = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4, 2)
+        return *narrow, Layout(2, 2, 2, 2), Layout(2, 4, 2)
+    if math == "kExact":
+        return Layout(1, 4, 2), Layout(1, 8, 1)
+    if block_m <= 64:
+        one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), Layout(1, 4, 1, 3)
+        return *one, Layout(2, 2, 2), Layout(2, 4, 2)
+    return Layout(1, 4, 1, 2), Layout(1, 4, 2), Layout(1, 8, 1)
+
+
+def _invariant_layouts(block_m: int, math: Math) -> tuple[Layout, ...]:
+    """Return the layouts to try for a batch-invariant weight: with 2 slices for every M, and with 4 for M up to 32."""
+    if block_m <= 16:
+        return Layout(1, 1, 2, 8), Layout(1, 1, 4, 4), Layout(1, 2, 2, 4), Layout(1, 2, 4, 2)
+    if block_m <= 64 and (block_m <= 32 or math == "kScaled"):
+        return Layout(1, 2, 2, 2), Layout(1, 2, 4), Layout(1, 4, 2)
+    return (Layout(1, 4, 2),)
+
+
+def _with_stages(
+    shape: GemmFragmentsConfig, ctas_per_sm: int, problem: Problem, device: Device
+) -> GemmFragmentsConfig | None:
+    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not."""
+    for ctas in range(ctas_per_sm, 0, -1):
+        limit = min(device.shared_bytes_per_sm // ctas - RESERVED_BYTES, device.shared_bytes_per_block)
+        stages = min(MAX_STAGES, limit // (shape.warps_k * shape.stage_bytes(problem)))
+        config = replace(shape, ctas_per_sm=ctas, stages=stages)
+        if stages >= 2 and config.shared_bytes(problem) <= limit:
+            return config
+    return None
+
+
+def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
+    """Yield the configuration with one CTA per tile, and with stream-K."""
+    k_tiles, units = ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
+    resident = config.ctas_per_sm * device.sm_count
+    yield replace(config, ctas=units)
+    if problem.batch_invariant:
+        return
+    if config.block_m == 8 and 2 * units > resident:
+        return  # sharing tiles gains nothing where memory limits the speed
+    # Try stream-K for the tiles of the last, partial wave, and for those of the last two waves.
+    left = units % resident
+    for shared in sorted({left, left + resident if units > resident else left} - {0}):
+        for sharers in sorted({min(resident, 2 * shared), min(resident, 4 * shared), resident}):
+            if sharers != shared and shared * k_tiles >= 2 * sharers:
+                ctas = sharers if units == shared else resident
+                yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_ctas=sharers)
+
+
+def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> LaunchPlan:
+    """Return the launch plan.
+
+    The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters and x.
+    """
+    defines: tuple[tuple[str, int | str], ...] = (
+        *fragment_defines(problem),
+        ("MATH", config.math),
+        ("BLOCK_M", config.block_m),
+        ("X_ROWS", config.x_rows),
+        ("WEIGHT_TILES", config.weight_tiles),
+        ("WARPS_N", config.warps_n),
+        ("WARPS_K", config.warps_k),
+        ("STAGE_K", config.stage_k),
+        ("STAGES", config.stages),
+        ("PASS_ROWS", config.pass_rows),
+        ("CTAS_PER_SM", config.ctas_per_sm),
+        ("STREAM_K", int(config.stream_k_units > 0)),
+        ("SHARED_BYTES", config.shared_bytes(problem)),
+    )
+    strides = problem.row_strides
+    sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, strides.x)
+    stream_k = (config.stream_k_units, config.stream_k_ctas)
+    factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
+    scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, factors))
+    return LaunchPlan(
+        Kernel("gemm/gemm_sm80_fragments.cu", NAME, defines, device.target),
+        (config.ctas, 1, 1),
+        (config.threads, 1, 1),
+        ("weight", "bias", "residual", "y", "partials", "counters", "x", *scalars),
+        config.shared_bytes(problem),
+    )
+
+
+def workspace(config: GemmFragmentsConfig, problem: Problem) -> Workspace:
+    if not config.stream_k_units:
+        return Workspace()
+    return Workspace(config.stream_k_ctas * config.block_m * config.block_n * 4, config.stream_k_units)
+
+
+def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
+    """Return the run time in microseconds: launch overhead, and all waves of CTAs; stream-K tiles are the last wave.
+
+    The times on the SMs, of DRAM and of L2 overlap within a wave. The weights of tiles with the same columns are read
+    from DRAM once.
+    """
+    k_tiles, units = ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
+    shared, sharers = config.stream_k_units, config.stream_k_ctas
+    resident, own = device.sm_count * config.ctas_per_sm, units - shared
+    elements, rows = config.block_m * config.block_n * 1e-3, min(problem.m, config.block_m)
+    warp_us = _warp_us(config, problem)
+    latency_us = max(warp_us + COSTS.sync_us, COSTS.copy_us / config.stages) / config.warps_k
+    work_us = warp_us * config.warps_n / SCHEDULERS
+    weight_bytes = config.tile_columns * FragmentLayout.of(problem).weight_tile_bytes
+    l2_bytes = weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K
+    dram_bytes = weight_bytes / ceil_div(problem.m, config.block_m)
+
+    def wave_us(ctas: int, tiles: float) -> float:
+        """Return the time of ``ctas`` CTAs that compute ``tiles`` k tiles each."""
+        per_sm = ceil_div(ctas, device.sm_count)
+        sm_us = max(tiles * latency_us, per_sm * tiles * work_us) + per_sm * COSTS.store_ns * elements
+        dram_us = ctas * tiles * dram_bytes / (COSTS.bandwidth * device.read_gbs * 1e3)
+        l2_us = ctas * tiles * l2_bytes / (COSTS.l2_gbs * device.sm_count * 1e3)
+        return p_norm((sm_us, dram_us, l2_us), COSTS.norm)
+
+    waves = ceil_div(own, resident)
+    total = COSTS.launch_us
+    if own:
+        total += (waves - 1) * wave_us(resident, k_tiles) + wave_us(own - (waves - 1) * resident, k_tiles)
+    # Other CTAs of an SM compute while one fills its pipeline, except at the begin.
+    starts: float = waves + (shared > 0) if config.ctas_per_sm == 1 else 1
+    if shared:
+        share, per_sm = shared * k_tiles / sharers, ceil_div(sharers, device.sm_count)
+        exchanged = per_sm * rows * config.block_n * (1 + sharers / shared) * 1e-3
+        total += wave_us(sharers, share) + COSTS.stream_k_us + COSTS.exchange_ns * exchanged
+        starts += share / k_tiles if per_sm == 1 else 0
+    return total + starts * COSTS.start_us
+
+
+def _warp_us(config: GemmFragmentsConfig, problem: Problem) -> float:
+    """Return the time in which a scheduler issues a warp's instructions for one k tile, in microseconds.
+
+    The counts are those of the compiled main loop: per 16 columns and 16 k, the conversion of a word of eight codes;
+    per mma tile of 8 rows, half an ldmatrix and the float32 sums of a group; per k tile, copies and loop control.
+    """
+    columns, rows = 2 * config.weight_tiles, ceil_div(config.block_m, 8)
+    groups, sums = FragmentLayout.of(problem).groups, {"kRaw": 2, "kExact": 1}.get(config.math, 0)
+    mmas = 8 * columns * rows + (8 * rows if config.math == "kRaw" else 0)
+    convert = CONVERT[config.math] + (BFLOAT16_CONVERT if problem.dtype == "bfloat16" else 0)
+    others: float = 8 * columns * convert + 4 * rows + 4 * columns + (4 * sums * columns * rows + 6 * columns) * groups
+    others += 48 * config.x_rows / (32 * config.warps_n) + 5 * config.weight_tiles + 45
+    return mmas * COSTS.mma_us + others * COSTS.instruction_us
+
+
+class GemmSm80Fragments(Family[Problem, GemmFragmentsConfig]):
+    """The family ``gemm_sm80_fragments``."""
+
+    NAME = NAME
+    needs = NEEDS
+    layout = FRAGMENTS
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+    workspace = staticmethod(workspace)
+    reduction = staticmethod(reduction)
+
+
+GEMM_SM80_FRAGMENTS = GemmSm80Fragments()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in ``gemm_sm80_fragments``: each one is caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from tests.simt.seeds import OUTSIDE, RACE, VALUES, Seed, assert_caught
+
+MAIN, EPILOGUE = "gemm/gemm_sm80_fragments.cu", "gemm/gemm_sm80_fragments_epilogue.cuh"
+FEW = Problem(3, 104, 1088, 32, layouts=(AWQ, FRAGMENTS))
+"""Warps that share no stage: three k tiles per slice, K ends within a weight tile, four groups per weight tile."""
+MANY = Problem(40, 232, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS))
+"""Two slices of four warps each, which share their stages; the last tile is partly empty."""
+FEW_CONFIG: dict[str, Any] = {
+    "x_rows": 4,
+    "weight_tiles": 1,
+    "warps_k": 4,
+    "stages": 2,
+    "ctas_per_sm": 1,
+    "ctas": 4,
+    "stream_k_units": 0,
+}
+MANY_CONFIG: dict[str, Any] = {
+    "block_m": 48, "x_rows": 48, "weight_tiles": 1, "warps_n": 4, "warps_k": 2, "stage_k": 128, "stages": 2,
+    "ctas_per_sm": 1, "ctas": 2, "stream_k_units": 0,
+}  # fmt: skip
+SHARED_CONFIG = {**MANY_CONFIG, "ctas": 5, "stream_k_units": 2, "stream_k_ctas": 5}
+
+
+def few(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
+    """Return a bug in a launch with few rows."""
+    return Seed("gemm_sm80_fragments", 80, file, old, new, caught, FEW, FEW_CONFIG)
+
+
+def many(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
+    """Return a bug in a launch whose warps share stages."""
+    return Seed("gemm_sm80_fragments", 80, file, old, new, caught, MANY, MANY_CONFIG)
+
+
+def shared(old: str, new: str, caught: tuple[str, str]) -> Seed:
+    """Return a bug in a launch whose CTAs share tiles."""
+    return Seed("gemm_sm80_fragments", 80, EPILOGUE, old, new, caught, MANY, SHARED_CONFIG)
+
+
+IN_FLIGHT = ("in flight", "race")
+NEXT_WAIT, SYNC = "cp_async_wait_group<kStages - 2>();\n", "      sync_slice(slice_);\n      const int refilled"
+SEEDS = {
+    "a wait for one group of copies too few": many(NEXT_WAIT, NEXT_WAIT.replace("2", "1"), IN_FLIGHT),
+    "a wait for one group of copies too few, with few rows": few(NEXT_WAIT, NEXT_WAIT.replace("2", "1"), IN_FLIGHT),
+    "warps read a stage that other warps still copy": many(SYNC, "      const int refilled", RACE),
+    "the wrong stage is refilled": few("% kParts>(refilled)", "% kParts>(stage_idx)", RACE),
+    "words of the wrong step of 16 k": many(".values[step % 4]", ".values[(step + 1) % 4]", VALUES),
+    "a weight tile past the last tile column": Seed(
+        "gemm_sm80_fragments", 80, MAIN, "min(index, columns.last)", "index", OUTSIDE,
+        Problem(40, 104, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS)),
+        {**MANY_CONFIG, "weight_tiles": 2, "ctas": 1},
+    ),
+    "rows of x past the last row": many(
+        "min(index / 8 % kXRows, m - 1 - row_begin)", "index / 8 % kXRows", OUTSIDE,
+    ),
+    "no zeros past the end of K": few("< k_left_ ? 16 : 0", "< k_left_ ? 16 : 16", OUTSIDE),
+    "the first group of a weight tile for all of its groups": few(
+        "load_group(stage, (kStep + 1) / kGroupSteps)", "load_group(stage, 0)", VALUES,
+    ),
+    "the swizzle of a pass of four rows": Seed(
+        "gemm_sm80_fragments", 80, MAIN, "x_target_ ^ i % 2 * 64 : x_target_", "x_target_ : x_target_", VALUES,
+        Problem(8, 104, 1088, 32, layouts=(AWQ, FRAGMENTS)), {**FEW_CONFIG, "x_rows": 8},
+    ),
+    "accumulators overwrite stages that other slices still read": many(
+        "      __syncthreads();  // the stages, or the accumulators of the preceding pass, are no longer read\n",
+        "",
+        RACE,
+    ),
+    "accumulators of one slice only": few("slice < kSlices; ++slice", "slice < 1; ++slice", VALUES, EPILOGUE),
+    "partial sums are not fenced before the signal": shared(
+        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd",
+        "  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd", RACE,
+    ),
+    "the signal is given before all warps have written their partial sums": shared(
+        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd",
+        "  __threadfence();\n  if (threadIdx.x == 0) atomicAdd", RACE,
+    ),
+    "partial sums are read without a wait": shared(
+        "    while (*const_cast<volatile uint32_t*>(counter) != sharers) {\n    }\n", "", RACE,
+    ),
+    "partial sums of the first CTA only": shared(
+        "other < scheduler.cluster_idx; ++other", "other < first_sharer + 1 && other < scheduler.cluster_idx; ++other",
+        VALUES,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEDS)
+def test_planted_bug_is_caught(name: str) -> None:
+    assert_caught(SEEDS[name])
