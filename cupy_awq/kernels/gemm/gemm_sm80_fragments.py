@@ -13,7 +13,7 @@ from cupy_awq.kernels.family import Family, Reduction, Workspace
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
-from cupy_awq.kernels.hopper import p_norm
+from cupy_awq.kernels.hopper import HOPPER, p_norm
 from cupy_awq.kernels.tiling import ceil_div, next_power_of_two
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -156,8 +156,8 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.gathers_x:
         return "cannot gather the columns of x"
-    if device.has(Capability.WGMMA):
-        return "serves GPUs without wgmma"
+    if device.has(*HOPPER):
+        return "serves GPUs on which gemm_sm90 cannot run"
     return fragment_refusal(problem, device, NEEDS)
 
 
