@@ -42,9 +42,10 @@ constexpr int kParts = kWeightTileK / kStageK;  // number of stages per weight t
 constexpr int kStageGroups = kGroups > kParts ? kGroups / kParts : 1;
 constexpr int kGroupSteps = kSteps / kStageGroups;
 
-static_assert(kStageK == 64 || kStageK == 128, "a stage is a weight tile or half of one");
+// Whether operand A is multiplied by the scales.
 constexpr bool kScalesWeight = kMath == Math::kScaled || kMath == Math::kFused;
 
+static_assert(kStageK == 64 || kStageK == 128, "a stage is a weight tile or half of one");
 static_assert(kScalesWeight || kParts == 1 || kGroups > 1, "the sums of a group end with its stage");
 static_assert(kM8Tiles == 1 || kBlockM % 16 == 0, "ldmatrix loads 16 rows of x at a time");
 static_assert(kXRows == kBlockM || (kM8Tiles == 1 && kXRows < 8), "only few rows are fewer than those of a tile");

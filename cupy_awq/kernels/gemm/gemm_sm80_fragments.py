@@ -23,6 +23,8 @@ NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
 """The capabilities that the kernel needs."""
 MMA_ROWS = 16
 """The largest M for which the tensor cores also sum x, which takes one more mma per 32 columns and 8 rows."""
+MAX_GATED_BYTES = 1 << 33
+"""The largest size of a gated weight, whose up projection lies within 32-bit offsets of the gate projection."""
 MAX_STAGES = 8
 """The largest number of pipeline stages."""
 RESERVED_BYTES = 1024
@@ -158,6 +160,8 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return "cannot gather the columns of x"
     if device.has(*HOPPER):
         return "serves GPUs on which gemm_sm90 cannot run"
+    if problem.gated and FragmentLayout.of(problem).nbytes > MAX_GATED_BYTES:
+        return f"needs a gated weight of at most {MAX_GATED_BYTES >> 30} GiB"
     return fragment_refusal(problem, device, NEEDS)
 
 
