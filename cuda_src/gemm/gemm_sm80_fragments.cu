@@ -58,7 +58,7 @@ class Copies {
     // In a gated tile, the first half of the tile columns belongs to the gate projection, the second half to the up
     // projection.
     constexpr int kAdjacent = kGated ? kTileColumns / 2 : kTileColumns;
-    const TileColumns columns(weight, tile.n_block * kAdjacent, scheduler.k_tile_begin + slice, n, k);
+    const TileColumns<Config> columns(weight, tile.n_block * kAdjacent, scheduler.k_tile_begin + slice, n, k);
     weight_ = columns.begin;
 #pragma unroll
     for (int i = 0; i < kWarpColumns; ++i) {
@@ -149,7 +149,7 @@ struct FusedCodes {
   uint32_t scales, zeros;
 
   FusedCodes() = default;
-  __device__ __forceinline__ FusedCodes(const Group& group, float factor) {
+  __device__ __forceinline__ FusedCodes(const Group<Config>& group, float factor) {
     const uint32_t scaled = pack<half_t>(group.scale(0) * factor, group.scale(1) * factor);
     scales = ptx::mul_f16x2(scaled, kScaleFactors);
     const uint32_t z = ptx::fma_f16x2(__byte_perm(group.zeros, 0x64u, 0x4140), kOne, kMinus1024);
@@ -167,16 +167,17 @@ struct FusedCodes {
 
 // The parameters of one group for the 16 columns of an mma tile.
 struct GroupOperands {
-  ScaledCodes<X> scaled;  // kScaled
-  FusedCodes fused;       // kFused
-  uint32_t zeros;         // kExact: in the form that ExactCodes takes
-  float scales[2];        // kRaw, kExact: of columns g and g + 8
-  float minus_zeros[2];   // kRaw
+  ScaledCodes<X, Config> scaled;  // kScaled
+  FusedCodes fused;               // kFused
+  uint32_t zeros;                 // kExact: in the form that ExactCodes takes
+  float scales[2];                // kRaw, kExact: of columns g and g + 8
+  float minus_zeros[2];           // kRaw
 
   GroupOperands() = default;
-  __device__ __forceinline__ GroupOperands(const Group& group, const typename ScaledCodes<X>::Factor& factor) {
+  __device__ __forceinline__ GroupOperands(const Group<Config>& group,
+                                           const typename ScaledCodes<X, Config>::Factor& factor) {
     if constexpr (kMath == Math::kScaled) {
-      scaled = ScaledCodes<X>(group, factor);
+      scaled = ScaledCodes<X, Config>(group, factor);
     } else if constexpr (kMath == Math::kFused) {
       fused = FusedCodes(group, factor.value);
     } else {
@@ -302,7 +303,7 @@ class MainLoop {
 #pragma unroll
     for (int i = 0; i < kN16Tiles; ++i) {
       const uint32_t begin = stage + i / 2 * kPartBytes + i % 2 * kHalfGroupBytes;
-      groups_[i] = Group::load_shared(scales_ + begin, zeros_ + begin, group);
+      groups_[i] = Group<Config>::load_shared(scales_ + begin, zeros_ + begin, group);
     }
   }
   // Loads operand B of a turn; with 8 rows, of two turns.
@@ -381,10 +382,10 @@ class MainLoop {
   static constexpr int kTurnM8Tiles = kM8Tiles / kStepTurns;
 
   int slice_;
-  typename ScaledCodes<X>::Factor factor_;
+  typename ScaledCodes<X, Config>::Factor factor_;
   uint32_t codes_, scales_, zeros_, x_;  // the shared addresses of this lane's operands in stage 0
   Vector<uint32_t, 4> words_[kK64Parts][kN16Tiles];
-  Group groups_[kN16Tiles];
+  Group<Config> groups_[kN16Tiles];
   GroupOperands operands_[kN16Tiles];
   uint32_t a_[2][kN16Tiles][4];
   uint32_t b_[2][ceil_div(kTurnM8Tiles, 2)][4];
@@ -425,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   Scheduler scheduler(ceil_div(m, kBlockM), ceil_div(kGated ? n / 2 : n, kStoreN), ceil_div(k, kWeightTileK),
                       stream_k_units, stream_k_ctas);
   while (scheduler.advance()) {
-    const TileCoordinates tile = scheduler.tile();
+    const TileCoordinates tile = scheduler.tile(0);
     Accumulators accumulators = {};
     Copies copies(x, weight, scheduler, tile, ring, slice, m, n, k, ldx);
     MainLoop loop(ring, slice, scale_factor);

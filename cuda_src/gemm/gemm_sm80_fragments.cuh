@@ -5,7 +5,7 @@
 #include "common/epilogue.cuh"
 #include "gemm/repacked_layout.cuh"
 #include "hopper/shared_storage.cuh"
-#include "hopper/tile_scheduler.cuh"
+#include "common/tile_scheduler.cuh"
 
 // How a warp computes the products of a group:
 //   kRaw      operand A is q plus a constant (RawCodes); the tensor cores also sum x, for the zero points
@@ -15,6 +15,13 @@
 //   kFused    operand A is q * s - z * s, where z * s and the difference are rounded; float16 only
 enum class Math { kRaw, kExact, kScaled, kFused };
 
+struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
+                EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL> {};
+
+constexpr bool kGated = Config::kGated, kHasResidual = Config::kHasResidual;
+constexpr int kGroups = Config::kGroups, kGroupBytes = Config::kGroupBytes, kHalfGroupBytes = Config::kHalfGroupBytes;
+constexpr int kWeightTileBytes = Config::kWeightTileBytes;
+constexpr Zeros kZeros = Config::kZeros;
 constexpr bool kAligned = ALIGNED;
 constexpr Math kMath = Math::MATH;
 constexpr int kBlockM = BLOCK_M;
@@ -70,6 +77,6 @@ constexpr int kRingBytes = kSlices * kStages * kStageBytes;
 struct SharedStorage {
   static constexpr int kBytes = kRingBytes > kPassBytes ? kRingBytes : kPassBytes;
 };
-ASSERT_SHARED_BYTES(SharedStorage);
+ASSERT_SHARED_BYTES(SharedStorage, SHARED_BYTES);
 
 using Scheduler = StreamKTileScheduler<1, kStreamK>;

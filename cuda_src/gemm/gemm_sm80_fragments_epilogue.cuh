@@ -63,7 +63,7 @@ struct Sums {
 
 // Where a CTA stores a unit.
 struct Output {
-  Epilogue<X> epilogue;
+  Epilogue<X, Config> epilogue;
   X* y;
   float* partials;  // float32 [CTA][kBlockM][kBlockN]
   int m, n, ldy;
