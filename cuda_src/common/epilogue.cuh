@@ -3,7 +3,7 @@
 //   y = activation(accumulator + bias) + residual
 //   y = activation(gate accumulator + gate bias) * (up accumulator + up bias) + residual      if GATED
 //
-// To add an activation, follow "How to add an activation to every kernel" in .github/CONTRIBUTING.md.
+// To add an activation, follow "How to add an activation to every kernel" in .github/contributing/activation.md.
 #pragma once
 
 #include "common/types.cuh"
