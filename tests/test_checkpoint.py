@@ -20,7 +20,8 @@ import cupy_awq
 from cupy_awq import AwqLinear, CheckpointError, PackedWeight, load
 from cupy_awq.checkpoint import Module, ModuleSpec, detect, safetensors
 from cupy_awq.checkpoint.autoawq import AutoAwq
-from cupy_awq.checkpoint.format import SCALES, ModuleTensors, Pending
+from cupy_awq.checkpoint.module import Pending
+from cupy_awq.checkpoint.module_tensors import SCALES, ModuleTensors
 from cupy_awq.runtime import placement
 from cupy_awq.tools import testing
 from cupy_awq.tools.demo import SMOLLM2_MLP

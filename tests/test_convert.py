@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from cupy_awq import llm, reference
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, Tensor, read
-from cupy_awq.checkpoint.gguf import container as gguf_file
-from cupy_awq.checkpoint.gguf import write as gguf_write
+from cupy_awq.checkpoint.gguf import container
+from cupy_awq.checkpoint.gguf.write import write_gguf
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.files import gguf_metadata
@@ -93,10 +93,10 @@ def test_gguf_files_hold_equal_weights(w: Packed, data: st.DataObject) -> None:
         out = path / "out.gguf"
         if not fits:
             with pytest.raises(ValueError, match=r"module 'model\.layers\.3\.mlp\.up_proj': .*float16 holds exactly"):
-                gguf_write.write(out, contents, {})
+                write_gguf(out, contents, {})
             assert [file.name for file in path.iterdir()] == ["in"]
             return
-        gguf_write.write(out, contents, {})
+        write_gguf(out, contents, {})
         again = read(out)
         np.testing.assert_array_equal(dense(again[name]), dense(contents[name]))
         np.testing.assert_array_equal(again.read("model.norm.weight"), norm.astype(np.float32))
@@ -217,19 +217,19 @@ def one_module(path: Path, group_size: int, *, order: bool = False, name: str = 
 
 def test_gguf_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"module 'm': expected a group size that is a multiple of 32 .*, got 16"):
-        gguf_write.write(tmp_path / "m.gguf", one_module(tmp_path / "a", 16), {})
+        write_gguf(tmp_path / "m.gguf", one_module(tmp_path / "a", 16), {})
     with pytest.raises(ValueError, match=r"module 'm': expected no activation order for gguf, got one"):
-        gguf_write.write(tmp_path / "m.gguf", one_module(tmp_path / "b", 32, order=True), {})
+        write_gguf(tmp_path / "m.gguf", one_module(tmp_path / "b", 32, order=True), {})
     flags = Contents({"t": Tensor(np.ones((2, 2), np.bool_), tmp_path)}, "", "")
     with pytest.raises(ValueError, match=r"t: expected a float or int tensor of 1 to 4 axes, got bool \[2, 2\]"):
-        gguf_write.write(tmp_path / "m.gguf", flags, {})
+        write_gguf(tmp_path / "m.gguf", flags, {})
     heads = {"general.architecture": "llama", "llama.attention.head_count": 3}
     q = one_module(tmp_path / "c", 32, name="model.layers.0.self_attn.q_proj")
     with pytest.raises(ValueError, match=r"q_proj: expected rows in multiples of 6, got 16"):
-        gguf_write.write(tmp_path / "m.gguf", q, heads)
+        write_gguf(tmp_path / "m.gguf", q, heads)
     gap = one_module(tmp_path / "d", 32, name="model.layers.0.mlp.experts.1.up_proj")
     with pytest.raises(ValueError, match=r"ffn_up_exps\.weight: expected experts 0 to 0, got none number 0"):
-        gguf_write.write(tmp_path / "m.gguf", gap, {})
+        write_gguf(tmp_path / "m.gguf", gap, {})
     assert not list(tmp_path.glob("*.gguf*"))
 
 
@@ -243,8 +243,8 @@ def test_experts_become_one_tensor(tmp_path: Path) -> None:
         tensors |= {f"{at}.{part}": array for part, array in packers.compressed_tensors(w).items()}
     config = {"quantization_config": packers.compressed_tensors_config(w)}
     contents = read(save_folder(tmp_path / "in", tensors, config))
-    gguf_write.write(tmp_path / "m.gguf", contents, {})
-    assert gguf_file.read(tmp_path / "m.gguf")[1]["blk.1.ffn_down_exps.weight"].shape == (3, 8, 64)
+    write_gguf(tmp_path / "m.gguf", contents, {})
+    assert container.read(tmp_path / "m.gguf")[1]["blk.1.ffn_down_exps.weight"].shape == (3, 8, 64)
     again = read(tmp_path / "m.gguf")
     assert sorted(again) == sorted(contents)
     for name in contents:
@@ -259,8 +259,8 @@ def test_metadata_is_read_as_it_was_written(data: st.DataObject) -> None:
     fields["array"] = np.arange(3, dtype=data.draw(st.sampled_from(["<i4", "<f4", "<u2", "<f8"])))
     fields.pop("general.alignment", None)
     with tempfile.TemporaryDirectory() as folder:
-        gguf_write.write(Path(folder) / "m.gguf", Contents({}, "", ""), fields)
-        found = gguf_file.read(Path(folder) / "m.gguf")[0]
+        write_gguf(Path(folder) / "m.gguf", Contents({}, "", ""), fields)
+        found = container.read(Path(folder) / "m.gguf")[0]
     assert found.pop("array").tolist() == fields.pop("array").tolist()
     assert found == fields
 

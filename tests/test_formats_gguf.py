@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from cupy_awq import load, reference
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, ModuleSpec, Tensor, files, read, save, summarize
-from cupy_awq.checkpoint.format import Pending
-from cupy_awq.checkpoint.gguf import container as gguf_file
-from cupy_awq.checkpoint.gguf import dense as gguf_dense
-from cupy_awq.checkpoint.gguf import write as gguf_write
+from cupy_awq.checkpoint.gguf import container, dense
 from cupy_awq.checkpoint.gguf.container import Blocks
+from cupy_awq.checkpoint.gguf.write import write_gguf
+from cupy_awq.checkpoint.module import Pending
 from cupy_awq.tools.command_line import main
 
 Array = npt.NDArray[Any]
@@ -30,7 +29,7 @@ Array = npt.NDArray[Any]
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> Array:
     """Return rows of random blocks whose scales are small finite numbers."""
-    _, values, size = next(entry for entry in gguf_file.TYPES.values() if entry[0] == kind)
+    _, values, size = next(entry for entry in container.TYPES.values() if entry[0] == kind)
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
     for start in {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2]}.get(kind, [0]):
@@ -63,14 +62,14 @@ HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
 
 def test_block_sizes_are_those_of_the_package() -> None:
     theirs = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
-    assert all(theirs[kind] == entry for kind, entry in gguf_file.TYPES.items() if kind in theirs)
+    assert all(theirs[kind] == entry for kind, entry in container.TYPES.items() if kind in theirs)
 
 
-@pytest.mark.parametrize("kind", [*gguf_dense.CONVERTERS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("kind", [*dense.CONVERTERS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
 def test_dense_values_are_those_of_the_package(kind: str) -> None:
     data = random_blocks(kind, 5, 512)
     wanted = values_of(data, kind)
-    found = gguf_dense.read_values(Blocks(kind, (5, 512), data), "file")
+    found = dense.read_values(Blocks(kind, (5, 512), data), "file")
     assert found.dtype == np.float16
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(found, wanted.astype(np.float16))
@@ -87,7 +86,7 @@ def test_types_that_numpy_has_are_read_without_a_cast(tmp_path: Path) -> None:
     }
     tensors |= {name: ("BF16", brain.view(np.uint8)) for name in names}
     contents = read(write(tmp_path / "m.gguf", tensors, **HEADS))
-    gguf_write.write(tmp_path / "again.gguf", contents, {})
+    write_gguf(tmp_path / "again.gguf", contents, {})
     for found in (contents, read(tmp_path / "again.gguf")):
         for name, array in integers.items():
             assert found.read(name).dtype == array.dtype
@@ -104,7 +103,7 @@ def test_dense_tensors_of_any_rank_have_their_form_before_and_after_writing(tmp_
     tensors = {"cube": ("Q8_0", data.reshape(3, 2, -1)), "vector.weight": ("Q8_0", vector)}
     contents = read(write(tmp_path / "m.gguf", tensors, **HEADS))
     assert contents.specs["cube"].n == 6
-    gguf_write.write(tmp_path / "again.gguf", contents, {})
+    write_gguf(tmp_path / "again.gguf", contents, {})
     again = read(tmp_path / "again.gguf")
     for name, shape in (("cube", (3, 2, 64)), ("vector.weight", (64,))):
         assert contents.dense_form(name) == (shape, np.float16)
@@ -119,7 +118,7 @@ def test_tensor_of_another_size_than_its_header_says_is_not_written(tmp_path: Pa
     spec = ModuleSpec(4, 4, 4, "symmetric", np.dtype(np.float16), bits=8)
     wrong = Pending(spec, lambda: Tensor(np.ones((2, 4), np.float16), tmp_path), is_dense=True)
     with pytest.raises(ValueError, match="t: expected 32 bytes in the file, got 16"):
-        gguf_write.write(tmp_path / "m.gguf", Contents({"t": wrong}, "", "gguf"), {})
+        write_gguf(tmp_path / "m.gguf", Contents({"t": wrong}, "", "gguf"), {})
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from cupy_awq import load, loader
 from cupy_awq.checkpoint import Module, nibbles, read, threads
-from cupy_awq.checkpoint.gguf import dense as gguf_dense
+from cupy_awq.checkpoint.gguf import dense
 from cupy_awq.checkpoint.gguf.container import Blocks
 from tests import packers, test_formats
 from tests.format_files import save_folder
@@ -94,7 +94,7 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch: pytest.MonkeyPatch, co
             nibbles.convert_row_words(rows),
             nibbles.convert_column_words(columns),
             nibbles.convert_to_column_words(rows),
-            gguf_dense.read_values(Blocks("Q6_K", (37, 512), blocks), "file"),
+            dense.read_values(Blocks("Q6_K", (37, 512), blocks), "file"),
         ]
 
     wanted = convert()

@@ -12,7 +12,7 @@ import pytest
 from cupy_awq import llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.gguf import q8 as gguf_int8
+from cupy_awq.checkpoint.gguf import q8
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.llm.decoder.build import activation_dtype, build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
@@ -29,10 +29,10 @@ IDS = [int(i) for i in np.random.default_rng(4).integers(0, llm_models.VOCAB, 7)
 KINDS = {"attn_q": "Q8_0", "attn_k": "Q5_0", "attn_v": "Q5_0", "ffn_up": "Q8_0", "ffn_down": "Q8_0"}
 
 
-@pytest.mark.parametrize("kind", list(gguf_int8.CONVERTERS))
+@pytest.mark.parametrize("kind", list(q8.CONVERTERS))
 def test_codes_and_scales_give_the_values_of_the_package_gguf(kind: str) -> None:
     data = random_blocks(kind, 11, 512)
-    weight = gguf_int8.read_weight(Blocks(kind, (11, 512), data), "file")
+    weight = q8.read_weight(Blocks(kind, (11, 512), data), "file")
     assert (weight.shape, weight.bits, weight.dtype) == ((11, 1, 1, 512), 8, FLOAT16)
     found, wanted = Int8Linear(weight, None).dequantize().weight, values_of(data, kind)
     if kind == "Q6_K":
@@ -46,7 +46,7 @@ def test_a_scale_that_is_not_finite_is_refused() -> None:
     data = random_blocks("Q8_0", 2, 64)
     data[1, 34:36] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(CheckpointError, match=r"^file: expected finite float16 scales, got others$"):
-        gguf_int8.read_weight(Blocks("Q8_0", (2, 64), data), "file")
+        q8.read_weight(Blocks("Q8_0", (2, 64), data), "file")
 
 
 def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:

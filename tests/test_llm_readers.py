@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cupy_awq import checkpoint, llm, reference
 from cupy_awq.check import BFLOAT16
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.checkpoint.gguf import container as gguf_file
+from cupy_awq.checkpoint.gguf import container
 from cupy_awq.llm import ModelFiles
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
@@ -132,7 +132,7 @@ def test_a_huge_array_length_in_a_gguf_header_does_not_hang_the_reader(tmp_path:
 )
 def test_invalid_gguf_tokenizer_metadata_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, _ = gguf_file.read(tmp_path / "m.gguf")
+    metadata, _ = container.read(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
         gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, **changes})
 
@@ -149,10 +149,10 @@ def test_invalid_gguf_tokenizer_metadata_are_refused(tmp_path: Path, changes: di
 )
 def test_gguf_metadata_of_another_type_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, blocks = gguf_file.read(tmp_path / "m.gguf")
+    metadata, blocks = container.read(tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=message):
         gguf._describe({**metadata, **changes}, blocks)
-    checkpoint.gguf.open_tensors(tmp_path / "m.gguf", {**metadata, "general.architecture": np.ones(3)}, blocks)
+    checkpoint.gguf.tensors.open_tensors(tmp_path / "m.gguf", {**metadata, "general.architecture": np.ones(3)}, blocks)
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.model: expected .* got 2 values"):
         gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.model": np.ones(2)})
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.pre: .* got 1 values"):
@@ -172,7 +172,7 @@ def test_each_gguf_pre_tokenizer_splits_words_digits_and_spaces_as_its_name_says
     tmp_path: Path, pre: str, pieces: list[str]
 ) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, _ = gguf_file.read(tmp_path / "m.gguf")
+    metadata, _ = container.read(tmp_path / "m.gguf")
     tokenizer = gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.pre": pre})
     assert [tokenizer.decode([i]) for i in tokenizer.encode("ab  12  ab")] == pieces
 

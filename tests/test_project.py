@@ -56,6 +56,10 @@ KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "quantizati
 FOREIGN = {("conv2d", "gemm"): {"conv2d_gemm"}, ("decoder", "select"): {"decoder"}}
 """The modules of a folder that import from another or from the choice: a 1x1 convolution is a GEMM, and the decoder's
 plans are chosen."""
+GGUF_ORDER = "container names dense q4 q8 tensors write".split()
+"""The modules of `cupy_awq.checkpoint.gguf`, the lowest first."""
+GGUF_IMPORTS = "contents files module nibbles tensors threads".split()
+"""The modules of `cupy_awq.checkpoint` that GGUF code shares with the other formats."""
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}
@@ -122,6 +126,24 @@ def test_no_part_of_llm_imports_from_a_part_above() -> None:
             if name.startswith("cupy_awq.llm.") and target not in below:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+def test_gguf_modules_import_lower_ones_and_the_shared_parts_of_checkpoint() -> None:
+    folder = PACKAGE / "checkpoint" / "gguf"
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", *GGUF_ORDER}
+    wrong = []
+    for path in folder.glob("*.py"):
+        below = GGUF_ORDER[: GGUF_ORDER.index(path.stem)] if path.stem in GGUF_ORDER else GGUF_ORDER
+        allowed = {f"checkpoint.gguf.{name}" for name in below} | {f"checkpoint.{name}" for name in GGUF_IMPORTS}
+        for name in imported(path):
+            target = name.removeprefix("cupy_awq.")
+            if target.startswith("checkpoint") and not {target, target.rpartition(".")[0]} & allowed:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+    importers = {path for path in PACKAGE.rglob("*.py") for name in imported(path) if ".checkpoint.gguf" in name}
+    assert {path for path in importers if layer_of(path) == "checkpoint" and path.parent != folder} <= {
+        PACKAGE / "checkpoint" / "__init__.py"
+    }
 
 
 def module_name(path: Path) -> str:

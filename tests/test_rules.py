@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint import rules as rules_module
-from cupy_awq.checkpoint.format import ModuleTensors
+from cupy_awq.checkpoint.module_tensors import ModuleTensors
 from cupy_awq.checkpoint.rules import Patterns, Rules, read_literal, read_rules
 from cupy_awq.sandbox import worker
 

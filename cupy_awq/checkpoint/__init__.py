@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cupy_awq.checkpoint import config, detect, experts, llm_awq, tensors, torch_file
+from cupy_awq.checkpoint import config, detect, experts, gguf, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
-from cupy_awq.checkpoint.format import ModuleSpec
-from cupy_awq.checkpoint.gguf import container as gguf_file
-from cupy_awq.checkpoint.gguf import tensors as gguf
-from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.module import Module, ModuleSpec
+from cupy_awq.checkpoint.tensors import Tensor
 from cupy_awq.checkpoint.write import save
 
 __all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "save", "summarize"]
@@ -66,8 +64,8 @@ def _read_file(file: Path, group_size: int | None) -> Contents:
         raise CheckpointError(f"{file}: expected a folder or a regular file, got neither")
     with open(file, "rb") as opened:
         magic = opened.read(4)
-    if magic == gguf_file.MAGIC:
-        return gguf.read(file)
+    if magic == gguf.container.MAGIC:
+        return gguf.tensors.read(file)
     if file.suffix in torch_file.SUFFIXES or magic.startswith(torch_file.MAGIC):
         arrays = {name: Tensor(array, file) for name, array in torch_file.read(file).items()}
         return _open_modules(arrays, llm_awq.detect(file, arrays, group_size))

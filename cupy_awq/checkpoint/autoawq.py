@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.checkpoint.format import INT32, SCALES, Array, ModuleSpec, ModuleTensors, Pending
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.module_tensors import INT32, SCALES, ModuleTensors
 from cupy_awq.checkpoint.rules import Rules
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.tensors import Array
 from cupy_awq.packing import SYMMETRIC
 from cupy_awq.weight import PackedWeight
 

@@ -18,17 +18,10 @@ from functools import partial
 import numpy as np
 
 from cupy_awq.checkpoint import nibbles
-from cupy_awq.checkpoint.format import (
-    INT32,
-    SCALES,
-    Array,
-    ModuleSpec,
-    ModuleTensors,
-    Pending,
-    check_columns,
-    resolve_group_size,
-)
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.groups import resolve_group_size
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.module_tensors import INT32, SCALES, ModuleTensors, check_columns
+from cupy_awq.checkpoint.tensors import Array
 from cupy_awq.weight import PackedWeight
 
 INT16 = (np.dtype(np.int16),)

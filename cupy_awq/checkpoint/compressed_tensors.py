@@ -19,21 +19,11 @@ import numpy as np
 
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.format import (
-    INT32,
-    INT64,
-    SCALES,
-    Array,
-    Groups,
-    ModuleSpec,
-    ModuleTensors,
-    Pending,
-    check_columns,
-    regroup,
-    resolve_group_size,
-)
+from cupy_awq.checkpoint.groups import Groups, regroup, resolve_group_size
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.module_tensors import INT32, INT64, SCALES, ModuleTensors, check_columns
 from cupy_awq.checkpoint.rules import Patterns
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.tensors import Array
 from cupy_awq.packing import SYMMETRIC, pack_int4
 from cupy_awq.weight import PackedWeight
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from cupy_awq.checkpoint import experts
 from cupy_awq.checkpoint.files import CheckpointError, check_count
-from cupy_awq.checkpoint.format import Array, Format, ModuleSpec, Pending
-from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.format import Format
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.tensors import Array, Tensor
 
 RUN_TIME_SCALES = "act.scales"
 """The ending of the tensor names of AutoAWQ's activation scales.

@@ -19,10 +19,10 @@ from cupy_awq.checkpoint.autoawq import AutoAwq
 from cupy_awq.checkpoint.autoawq_gemv import Gemv, GemvFast
 from cupy_awq.checkpoint.config import Entry
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.format import Array, Format
+from cupy_awq.checkpoint.format import Format
 from cupy_awq.checkpoint.gptq import ONES, Gptq
 from cupy_awq.checkpoint.rules import read_rules
-from cupy_awq.checkpoint.tensors import Tensor
+from cupy_awq.checkpoint.tensors import Array, Tensor
 from cupy_awq.packing import SYMMETRIC
 
 Tensors = Mapping[str, Tensor]

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.checkpoint.files import CheckpointError, check_count
-from cupy_awq.checkpoint.format import ModuleTensors
-from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.module import Module
+from cupy_awq.checkpoint.module_tensors import ModuleTensors
+from cupy_awq.checkpoint.tensors import Tensor
 
 Array = npt.NDArray[Any]
 
@@ -95,8 +96,11 @@ def _slice(part: str, array: Array, expert: int) -> Array:
     return np.asarray(array[expert])
 
 
-class Stack(NamedTuple):
-    """The weights of all E experts for one projection [K, N], for a grouped GEMM."""
+class StackedExperts(NamedTuple):
+    """The weights of all E experts of one projection, stacked to one array each.
+
+    A grouped GEMM takes them: row i of y is ``x[i] @ W[e] + bias[e]``, with the expert e of the row and W[e] [K, N].
+    """
 
     qweight: Array
     """The codes, int32 [E, K, N/8]."""
@@ -110,7 +114,9 @@ class Stack(NamedTuple):
     """The permutation of the columns of x for each expert, int32 [E, K]; None if no expert has one."""
 
 
-def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, count: int | None = None) -> Stack:
+def stack(
+    contents: Mapping[str, Module | Tensor], layer: str, projection: str, count: int | None = None
+) -> StackedExperts:
     """Stack the weights of the modules ``<layer>.experts.<index>.<projection>`` of all experts.
 
     Args:
@@ -151,7 +157,7 @@ def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, 
                 order = np.tile(np.arange(module.weight.shape[0], dtype=np.int32), (count, 1))
             order[expert] = module.order
     qweight, scales, qzeros, bias = arrays
-    return Stack(qweight, scales, qzeros, bias, order)
+    return StackedExperts(qweight, scales, qzeros, bias, order)
 
 
 def _list_arrays(module: Module) -> tuple[Array | None, ...]:

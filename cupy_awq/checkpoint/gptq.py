@@ -18,19 +18,11 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.checkpoint import nibbles
-from cupy_awq.checkpoint.format import (
-    INT32,
-    SCALES,
-    Array,
-    Groups,
-    ModuleSpec,
-    ModuleTensors,
-    Pending,
-    regroup,
-    resolve_group_size,
-)
+from cupy_awq.checkpoint.groups import Groups, regroup, resolve_group_size
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.module_tensors import INT32, SCALES, ModuleTensors
 from cupy_awq.checkpoint.rules import Rules
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.tensors import Array
 from cupy_awq.packing import SYMMETRIC
 from cupy_awq.weight import PackedWeight
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.format import INT64, SCALES, Array, ModuleSpec, ModuleTensors, Pending, check_columns
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.module_tensors import INT64, SCALES, ModuleTensors, check_columns
+from cupy_awq.checkpoint.tensors import Array
 from cupy_awq.packing import pack_int4
 from cupy_awq.weight import PackedWeight
 

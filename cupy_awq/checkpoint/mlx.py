@@ -19,8 +19,9 @@ import numpy as np
 
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.format import SCALES, Array, ModuleSpec, ModuleTensors, Pending
-from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.module_tensors import SCALES, ModuleTensors
+from cupy_awq.checkpoint.tensors import Array, Tensor
 from cupy_awq.packing import round_once
 from cupy_awq.weight import PackedWeight
 

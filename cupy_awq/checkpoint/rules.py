@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.format import ModuleTensors
+from cupy_awq.checkpoint.module_tensors import ModuleTensors
 from cupy_awq.sandbox import worker
 
 MAX_SECONDS = 1.0

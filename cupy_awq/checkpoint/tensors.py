@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import check
 from cupy_awq.checkpoint import safetensors
 from cupy_awq.checkpoint.files import CheckpointError, read_object
-from cupy_awq.weight import PackedWeight
+
+Array = npt.NDArray[Any]
 
 MAX_NAME_BYTES = 255
 """The maximum length of a file name on common file systems, in bytes."""
@@ -24,6 +26,13 @@ SHARD = re.compile(r"-\d{5}(?:-of-0*(\d+))?\.safetensors$")
 """The regular expression for the end of a shard's file name; its group is the number of shards, if stated."""
 
 
+_EXPONENTS = {np.dtype(np.float16): 0x7C00, check.BFLOAT16: 0x7F80}
+"""The bit mask of the exponent for each 16-bit float dtype: infinity and NaN have all of these bits set."""
+
+_CHUNK = 1 << 20
+"""The number of values that `is_finite` tests at a time."""
+
+
 class Tensor(NamedTuple):
     """A tensor of a checkpoint: a plain tensor, or a part of a quantized module, such as its scales."""
 
@@ -33,15 +42,23 @@ class Tensor(NamedTuple):
     """The path of the file, for error messages."""
 
 
-class Module(NamedTuple):
-    """A quantized linear module, on the CPU unless `Contents.convert` has placed it on a GPU."""
+def is_finite(values: Array) -> bool:
+    """Return whether all values are finite, testing one chunk at a time to keep the temporary arrays small.
 
-    weight: PackedWeight
-    """The weight [K, N]; its arrays are views of the memory-mapped file if the format needs no conversion."""
-    bias: npt.NDArray[Any] | None
-    """The bias [N], or None without a bias."""
-    order: npt.NDArray[np.int32] | None = None
-    """The permutation of x (activation order), int32 [K]: y = x[..., order] @ W; None without an activation order."""
+    >>> is_finite(np.array([1, np.inf], np.float16))
+    False
+    """
+    flat = values.reshape(-1)
+    mask = _EXPONENTS.get(values.dtype)
+    for start in range(0, flat.size, _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        if mask is None:
+            finite = bool(np.isfinite(chunk).all())
+        else:
+            finite = int((chunk.view(np.uint16) & np.uint16(mask)).max()) != mask
+        if not finite:
+            return False
+    return True
 
 
 def read(path: Path) -> dict[str, Tensor]:

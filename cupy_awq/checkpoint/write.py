@@ -24,8 +24,8 @@ from cupy_awq.checkpoint import nibbles, safetensors
 from cupy_awq.checkpoint.config import FILES, HUGGING_FACE, MLX
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import check_path, read_object
-from cupy_awq.checkpoint.format import ModuleSpec
-from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
+from cupy_awq.checkpoint.module import Module, ModuleSpec
+from cupy_awq.checkpoint.tensors import INDEX, Tensor
 from cupy_awq.packing import SYMMETRIC
 
 Array = npt.NDArray[Any]

@@ -25,8 +25,8 @@ import transformers
 
 from cupy_awq import checkpoint, llm, quantize, reference
 from cupy_awq.checkpoint import Contents, Module, ModuleSpec, Tensor, safetensors
-from cupy_awq.checkpoint.format import Pending
 from cupy_awq.checkpoint.gguf.names import DEFAULT
+from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm.files.convert import convert
 from tests.peers.format_models import Scores, copy_settings, linear_names, our_scores
 

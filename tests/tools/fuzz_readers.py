@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from cupy_awq import checkpoint, llm
-from cupy_awq.checkpoint.gguf import write as gguf_write
+from cupy_awq.checkpoint.gguf.write import write_gguf
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families.description import LinearSpec
@@ -141,11 +141,11 @@ def _write_fused(path: Path) -> None:
 
 
 def _write_converted(path: Path) -> None:
-    """Write a GGUF file by `gguf_write`."""
+    """Write a GGUF file by `write_gguf`."""
     packed = {f"model.layers.0.mlp.up_proj.{part}": a for part, a in packers.compressed_tensors(_SYMMETRIC).items()}
     config = {"quantization_config": packers.compressed_tensors_config(_SYMMETRIC)}
     contents = checkpoint.read(format_files.save_folder(path / "source", packed, config))
-    gguf_write.write(path / "m.gguf", contents, {"general.architecture": "qwen2"})
+    write_gguf(path / "m.gguf", contents, {"general.architecture": "qwen2"})
 
 
 _SYMMETRIC = dataclasses.replace(test_formats_experts.WEIGHTS[0], zeros=np.full((2, 16), 8, np.uint8))

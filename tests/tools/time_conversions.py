@@ -12,8 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cupy_awq.checkpoint import nibbles, threads
-from cupy_awq.checkpoint.gguf import dense as gguf_dense
-from cupy_awq.checkpoint.gguf import q4 as gguf_q4
+from cupy_awq.checkpoint.gguf import dense, q4
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.tools.table import render
 from tests.test_formats_gguf import random_blocks
@@ -42,10 +41,10 @@ def main() -> None:
     }
     for kind in ("Q4_0", "Q4_1", "Q4_K"):
         block = Blocks(kind, (N, K), random_blocks(kind, N, K))
-        calls[f"{kind} to packed"] = gguf_q4.open_module(block, "file").convert, block.data.nbytes
+        calls[f"{kind} to packed"] = q4.open_module(block, "file").convert, block.data.nbytes
     for kind in DENSE:
         block = Blocks(kind, (N // 4, K), random_blocks(kind, N // 4, K))
-        calls[f"{kind} to float16"] = (lambda block=block: gguf_dense.read_values(block, "file")), block.data.nbytes
+        calls[f"{kind} to float16"] = (lambda block=block: dense.read_values(block, "file")), block.data.nbytes
     cores = threads.count_cores()
     lines = []
     for name, (function, nbytes) in calls.items():

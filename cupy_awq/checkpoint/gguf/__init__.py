@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: header, tensors of each GGML type, and the writer."""
+"""GGUF files: the container, the tensors by Hugging Face name, the conversion of each GGML type, and the writer."""
+
+from cupy_awq.checkpoint.gguf import container, tensors
+
+__all__ = ["container", "tensors"]

@@ -21,10 +21,10 @@ import numpy.typing as npt
 from cupy_awq.check import FLOAT16
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.format import Array, ModuleSpec, Pending, is_finite
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import unpack_scales
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.tensors import Array, is_finite
 from cupy_awq.checkpoint.threads import run_ranges
 from cupy_awq.weight import PackedWeight
 

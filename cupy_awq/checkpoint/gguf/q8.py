@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.block_weight import BlockQuantizedWeight
-from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import CHUNK
 

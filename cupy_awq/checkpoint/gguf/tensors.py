@@ -19,13 +19,11 @@ import numpy.typing as npt
 from cupy_awq.check import BFLOAT16, FLOAT16, FLOATS
 from cupy_awq.checkpoint.contents import Contents, warn_first
 from cupy_awq.checkpoint.files import CheckpointError, check_count
-from cupy_awq.checkpoint.format import ModuleSpec, Pending, is_finite
-from cupy_awq.checkpoint.gguf import container as gguf_file
-from cupy_awq.checkpoint.gguf import dense as gguf_dense
-from cupy_awq.checkpoint.gguf import q4 as gguf_q4
+from cupy_awq.checkpoint.gguf import container, dense, q4
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.names import Names, find, find_permuted_heads
-from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.module import Module, ModuleSpec, Pending
+from cupy_awq.checkpoint.tensors import Tensor, is_finite
 
 Array = npt.NDArray[Any]
 
@@ -39,9 +37,9 @@ LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight")
 def read(path: Path) -> Contents:
     """Open a GGUF file and return its modules and tensors.
 
-    Raises the same errors as `gguf_file.read` and `open_tensors`.
+    Raises the same errors as `container.read` and `open_tensors`.
     """
-    return open_tensors(path, *gguf_file.read(path))
+    return open_tensors(path, *container.read(path))
 
 
 def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Contents:
@@ -149,18 +147,18 @@ def _open_tensor(
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
     n, k = math.prod(block.shape[:-1]), block.shape[-1]
     is_packed = block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith(LINEAR_ENDINGS)
-    overflows = is_packed and block.kind == "Q4_K" and gguf_q4.overflows(block.data)
+    overflows = is_packed and block.kind == "Q4_K" and q4.overflows(block.data)
     if is_packed and not overflows:
         values = None if bias is None else _deinterleave(_read_bias(bias, n, where), heads)
-        pending = gguf_q4.open_module(block, where, values)
+        pending = q4.open_module(block, where, values)
         if heads is None:
             return pending
         return pending._replace(repack=partial(_convert_module, block, heads, where, values))
-    if block.kind in gguf_dense.PLAIN and heads is None:
-        return Tensor(gguf_dense.read_values(block, where), path)
+    if block.kind in dense.PLAIN and heads is None:
+        return Tensor(dense.read_values(block, where), path)
     bits = 8 * block.data.shape[-1] // k
-    dtype = BFLOAT16 if overflows else gguf_dense.PLAIN.get(block.kind, FLOAT16)
-    rounding = "" if block.kind in gguf_dense.PLAIN else f"{block.kind} to dense {dtype}"
+    dtype = BFLOAT16 if overflows else dense.PLAIN.get(block.kind, FLOAT16)
+    rounding = "" if block.kind in dense.PLAIN else f"{block.kind} to dense {dtype}"
     spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=rounding)
     warning = f"{where}: scales beyond the range of float16; the weight becomes dense bfloat16" if overflows else ""
     repack = partial(_convert_dense, path, block, heads, where, dtype)
@@ -169,7 +167,7 @@ def _open_tensor(
 
 def _read_bias(bias: Blocks, n: int, where: str) -> Array:
     """Return a bias [N]. Raises CheckpointError if its dtype is not in `FLOATS` or its values are not N finite ones."""
-    values = gguf_dense.read_values(bias, where)
+    values = dense.read_values(bias, where)
     if values.dtype not in FLOATS or values.shape != (n,):
         expected = f"{' or '.join(map(str, FLOATS))} [N] = [{n}]"
         raise CheckpointError(f"{where}: bias: expected {expected}, got {values.dtype} {list(values.shape)}")
@@ -179,11 +177,11 @@ def _read_bias(bias: Blocks, n: int, where: str) -> Array:
 
 
 def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
-    return gguf_q4.open_module(restore_rows(block, heads), where, bias).convert()
+    return q4.open_module(restore_rows(block, heads), where, bias).convert()
 
 
 def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str, dtype: np.dtype[Any]) -> Tensor:
-    return Tensor(_deinterleave(gguf_dense.read_values(block, where, dtype), heads), path)
+    return Tensor(_deinterleave(dense.read_values(block, where, dtype), heads), path)
 
 
 def _deinterleave(rows: Array, heads: int | None) -> Array:

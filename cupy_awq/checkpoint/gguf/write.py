@@ -21,12 +21,11 @@ from cupy_awq import atomic
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.contents import Contents
-from cupy_awq.checkpoint.format import ModuleSpec
 from cupy_awq.checkpoint.gguf.container import ARRAY_TYPE, MAGIC, MAX_RANK, SCALAR_FORMATS, STRING_TYPE, TYPES
 from cupy_awq.checkpoint.gguf.names import find, find_permuted_heads
 from cupy_awq.checkpoint.gguf.q4 import GROUP
 from cupy_awq.checkpoint.gguf.tensors import interleave
-from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.module import Module, ModuleSpec
 from cupy_awq.packing import unpack_int4
 
 Array = npt.NDArray[Any]
@@ -78,7 +77,7 @@ class _Entry(NamedTuple):
         return math.prod(self.shape) // values * size
 
 
-def write(
+def write_gguf(
     path: Path, contents: Contents, metadata: Metadata, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Write a checkpoint as a GGUF file.

@@ -22,7 +22,7 @@ from cupy_awq import atomic, check, checkpoint
 from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, safetensors
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import read_object
-from cupy_awq.checkpoint.format import Pending
+from cupy_awq.checkpoint.module import Pending
 from cupy_awq.checkpoint.write import copy_model_files
 from cupy_awq.llm.assemble import load
 from cupy_awq.llm.calibrate.layer_quantizer import QuantizedLayer, quantize_layers

@@ -10,8 +10,8 @@ from typing import Any
 from cupy_awq import atomic, checkpoint
 from cupy_awq.checkpoint import Contents, Tensor, write
 from cupy_awq.checkpoint.files import read_object
-from cupy_awq.checkpoint.gguf import container as gguf_file
-from cupy_awq.checkpoint.gguf import write as gguf_write
+from cupy_awq.checkpoint.gguf import container
+from cupy_awq.checkpoint.gguf.write import write_gguf
 from cupy_awq.llm.files import ak48, gguf_metadata, hugging_face
 from cupy_awq.llm.files.model_files import Progress
 from cupy_awq.llm.files.readers import locate, read
@@ -47,7 +47,7 @@ def convert(source: str, target: Path, format_name: str, progress: Progress | No
         return roundings
     if format_name == "gguf":
         contents, metadata = _describe(path)
-        gguf_write.write(target, contents, metadata, progress)
+        write_gguf(target, contents, metadata, progress)
     else:
         contents = _write_folder(path, target, format_name, progress)
     return checkpoint.summarize(contents).roundings
@@ -57,7 +57,7 @@ def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
     """Return the contents and the GGUF metadata of a checkpoint. A checkpoint that is not a model has no metadata."""
     contents = checkpoint.read(path)
     if path.suffix == ".gguf":
-        return contents, {key: value for key, value in gguf_file.read(path)[0].items() if key not in FILE_FIELDS}
+        return contents, {key: value for key, value in container.read(path)[0].items() if key not in FILE_FIELDS}
     if not _is_model(path):
         return contents, {}
     files = read(path)
@@ -76,7 +76,7 @@ FILE_FIELDS = ("general.alignment", "general.file_type")
 def _is_model(path: Path) -> bool:
     """Return whether a checkpoint is a language model: config.json or the GGUF metadata name its architecture."""
     if path.suffix == ".gguf":
-        return "general.architecture" in gguf_file.read(path)[0]
+        return "general.architecture" in container.read(path)[0]
     return (path / "config.json").is_file() and "model_type" in read_object(path / "config.json")
 
 

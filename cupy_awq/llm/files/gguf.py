@@ -13,9 +13,7 @@ from typing import Any
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.gguf import container as gguf_file
-from cupy_awq.checkpoint.gguf import q8 as gguf_int8
-from cupy_awq.checkpoint.gguf import tensors as gguf
+from cupy_awq.checkpoint.gguf import container, q8, tensors
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import read_values
 from cupy_awq.llm import families
@@ -32,35 +30,35 @@ def read(path: Path) -> ModelFiles:
         CheckpointError: the file is damaged, or the model is not supported.
         OSError: the file cannot be read.
     """
-    metadata, blocks = gguf_file.read(path)
+    metadata, blocks = container.read(path)
     try:
         decoder = _describe(metadata, blocks)
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    contents = gguf.open_tensors(path, metadata, blocks)
-    tensors = {name: partial(contents.read, name) for name in contents}
+    contents = tensors.open_tensors(path, metadata, blocks)
+    reads = {name: partial(contents.read, name) for name in contents}
     tokenizer = partial(load_tokenizer, path, metadata)
     int8_weights = _int8_weights(path, metadata, blocks, decoder)
-    return ModelFiles(path, decoder, tensors, tokenizer, list_stop_ids(metadata), int8_weights)
+    return ModelFiles(path, decoder, reads, tokenizer, list_stop_ids(metadata), int8_weights)
 
 
 def _int8_weights(
     path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks], decoder: Decoder
 ) -> dict[str, Callable[[], BlockQuantizedWeight]]:
-    """Return `ModelFiles.int8_weights`: functions that read weights of the types in `gguf_int8.CONVERTERS`, by name."""
+    """Return `ModelFiles.int8_weights`: functions that read weights of the types in `q8.CONVERTERS`, by name."""
     # The embedding table can also be the output head.
     linears = {f"{layer.name}.{linear.name}" for layer in decoder.layers for linear in layer.linears}
     linears |= {decoder.head.name, decoder.embedding}
     return {
         name: partial(_read_int8, block, heads, f"{path}: tensor {name + '.weight'!r:.200}")
-        for key, block, heads in gguf.rename_tensors(path, metadata, blocks)
-        if block.kind in gguf_int8.CONVERTERS and len(block.shape) == 2
+        for key, block, heads in tensors.rename_tensors(path, metadata, blocks)
+        if block.kind in q8.CONVERTERS and len(block.shape) == 2
         if key.endswith(".weight") and (name := key.removesuffix(".weight")) in linears
     }
 
 
 def _read_int8(block: Blocks, heads: int | None, where: str) -> BlockQuantizedWeight:
-    return gguf_int8.read_weight(gguf.restore_rows(block, heads), where)
+    return q8.read_weight(tensors.restore_rows(block, heads), where)
 
 
 ROPE_FIELDS = {
