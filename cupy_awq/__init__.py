@@ -39,6 +39,7 @@ _MODULES = {
     "plan": "ops.plan",
     "quantize": "quantizer",
     "quantize_activations": "ops.quantized_linear",
+    "save": "saver",
     "unpack_int4": "packing",
 }
 """The module that defines each public name; ``__init__.pyi`` declares the same names for type checkers."""

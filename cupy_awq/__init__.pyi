@@ -27,6 +27,7 @@ from cupy_awq.ops.quantized_linear import quantize_activations as quantize_activ
 from cupy_awq.packing import pack_int4 as pack_int4
 from cupy_awq.packing import unpack_int4 as unpack_int4
 from cupy_awq.quantizer import quantize as quantize
+from cupy_awq.saver import save as save
 from cupy_awq.weight import PackedWeight as PackedWeight
 
 __version__: str

@@ -173,11 +173,9 @@ def compressed_tensors_config(w: Packed) -> dict[str, Any]:
 
 
 def mlx(w: Packed, biases: Array, bits: int = 4) -> dict[str, Array]:
-    per_word = 32 // bits
-    codes = w.codes.T.astype(np.uint32)
-    words = np.zeros((codes.shape[0], codes.shape[1] // per_word), np.uint32)
-    for j in range(per_word):
-        words |= codes[:, j::per_word] << np.uint32(bits * j)
+    codes = w.codes.T.astype(np.uint8)
+    stream = (codes[:, :, None] >> np.arange(bits, dtype=np.uint8) & 1).reshape(len(codes), -1)
+    words = np.packbits(stream, axis=1, bitorder="little").view(np.uint32)
     return {
         "weight": words,
         "scales": np.ascontiguousarray(w.scales.T),

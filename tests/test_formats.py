@@ -202,15 +202,18 @@ def test_llm_awq_files_of_all_generations(tmp_path: Path, generation: str) -> No
     np.testing.assert_array_equal(contents["norm.weight"].array, named["norm.weight"])
 
 
-@pytest.mark.parametrize(("bits", "columns"), [(8, 16), (2, 16), (4, 12)])
-def test_mlx_modules_of_other_widths_become_dense(tmp_path: Path, bits: int, columns: int) -> None:
+@pytest.mark.parametrize("default", [4, None], ids=["beside 4 bits", "alone"])
+@pytest.mark.parametrize(("bits", "columns"), [(8, 16), (2, 16), (4, 12), (3, 16), (5, 16), (6, 16), (3, 12)])
+def test_mlx_modules_of_other_widths_become_dense(tmp_path: Path, bits: int, columns: int, default: int | None) -> None:
     rng = np.random.default_rng(0)
     k, group_size = 64, 32
     codes = rng.integers(0, 2**bits, (k, columns), dtype=np.uint8)
     scales = rng.standard_normal((2, columns)).astype(ml_dtypes.bfloat16)
     w = Packed(codes, codes[:2], scales, group_size, np.arange(k) // group_size)
     biases = rng.standard_normal((2, columns)).astype(ml_dtypes.bfloat16)
-    config = {"bits": 4, "group_size": 64, "m": {"bits": bits, "group_size": group_size}, "n": False}
+    config: dict[str, Any] = {"bits": bits, "group_size": group_size}
+    if default is not None:
+        config = {"bits": default, "group_size": 64, "m": config, "n": False}
     tensors = {f"m.{name}": array for name, array in packers.mlx(w, biases, bits).items()}
     tensors["m.bias"] = np.ones(columns, np.float16)
     contents = read(save_folder(tmp_path, tensors, {"quantization": config}))

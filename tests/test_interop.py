@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,26 @@ class FullCpuDLPack(CpuDLPack):
         return self._a.__dlpack_device__()
 
 
+class Bfloat16DLPack(FullCpuDLPack):
+    """An array in bfloat16, whose capsule is that of its bits with the type code of bfloat16 (4)."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        bits = FullCpuDLPack(self._a.view(np.uint16), self._versioned)
+        capsule = bits.__dlpack__(**options)
+        name = ctypes.pythonapi.PyCapsule_GetName
+        name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        start = pointer(capsule, name(capsule)) + (32 if name(capsule) == b"dltensor_versioned" else 0)
+        code = ctypes.c_uint8.from_address(start + 20)
+        assert code.value == 1
+        code.value = 4
+        return capsule
+
+    def __dlpack_device__(self) -> Any:
+        return 1, 0
+
+
 PRODUCERS: dict[str, Callable[[Any], Any]] = {
     "unversioned": lambda a: CpuDLPack(a, False),
     "versioned": lambda a: CpuDLPack(a, True),
@@ -136,6 +157,23 @@ def test_operations_accept_cpu_arrays_that_support_dlpack(kind: Any, versioned: 
     quantized = [foreign(a) for a in cupy_awq.quantize_activations(foreign(x), block_size=16)]
     expected = cupy_awq.gemm_int8(*cupy_awq.quantize_activations(x, block_size=16), blocks, block_size=16)
     assert cupy_awq.gemm_int8(*quantized, blocks, block_size=16).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_bfloat16_arrays_of_the_cpu_give_the_bits_of_numpy(versioned: bool, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    weight = random_weight(rng, 64, 32, 16)
+    weight = PackedWeight(weight.qweight, weight.scales.astype(ml_dtypes.bfloat16), weight.qzeros)
+    x, bias = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((rows, 64), 32))
+    expected, out = cupy_awq.gemm(x, *tensors(weight), bias=bias), np.zeros((rows, 32), ml_dtypes.bfloat16)
+    foreign = [Bfloat16DLPack(a, versioned) for a in (x, weight.scales, bias, out)]
+    for _ in range(2):  # the arrays are unchanged and can be exported again
+        found = cupy_awq.gemm(foreign[0], weight.qweight, foreign[1], weight.qzeros, bias=foreign[2], out=foreign[3])
+        assert found.dtype == ml_dtypes.bfloat16
+        assert found.tobytes() == out.tobytes() == expected.tobytes()
+    strided = Bfloat16DLPack(np.asarray(np.concatenate([x, x], axis=1))[:, 64:], versioned)
+    assert cupy_awq.gemm(strided, *tensors(weight), bias=bias).tobytes() == expected.tobytes()
 
 
 VIEWED = [name for name, call in CALLS.items() if not REFUSED & {name} and any(map(_is_array, _arguments(call)))]

@@ -271,11 +271,11 @@ def test_quantized_models_and_full_folders_are_refused(tmp_path: Path) -> None:
         llm.quantize(quantized, quantized, [TEXT], **OPTIONS)
 
 
-def test_layer_with_nan_is_named(llama: Path, tmp_path: Path) -> None:
+def test_tensor_with_nan_is_named_before_any_work(llama: Path, tmp_path: Path) -> None:
     tensors = load_file(llama / "model.safetensors")
     tensors["model.layers.1.self_attn.v_proj.weight"][3, 5] = np.nan
     save_file(tensors, llama / "model.safetensors")
-    message = r"dense: model\.layers\.1: inputs: expected finite values with finite squares, got NaN"
+    message = r"tensor 'model\.layers\.1\.self_attn\.v_proj\.weight': expected finite values, got NaN or infinity"
     with pytest.raises(ValueError, match=message):
         llm.quantize(llama, tmp_path / "new", [TEXT], **OPTIONS)
 

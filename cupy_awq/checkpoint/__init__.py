@@ -13,7 +13,7 @@ from pathlib import Path
 from cupy_awq.checkpoint import config, detect, experts, gguf, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
+from cupy_awq.checkpoint.files import CheckpointError, check_downloaded, check_path, find_hub_hint, paused_collector
 from cupy_awq.checkpoint.module import Module, ModuleSpec
 from cupy_awq.checkpoint.tensors import Tensor
 from cupy_awq.checkpoint.write import save
@@ -47,9 +47,21 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     >>> read(SMOLLM2_MLP)["model.layers.0.mlp.up_proj"].weight
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
-    found = check_path(path)
+    found = locate(check_path(path))
     with paused_collector():
         return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
+
+
+def locate(path: Path) -> Path:
+    """Return the path of a checkpoint: ``path`` itself, or the GGUF file in a folder without safetensors files.
+
+    Raises:
+        CheckpointError: the folder has several GGUF files.
+        FileNotFoundError: ``path`` does not exist but is a name on the Hub; the message says how to download the model.
+    """
+    if not path.exists() and (hint := find_hub_hint(path)):
+        raise FileNotFoundError(f"{path}: expected a folder or a file, got none{hint}")
+    return (gguf.container.find_file(path) or path) if path.is_dir() else path
 
 
 def _read_folder(folder: Path, group_size: int | None) -> Contents:
@@ -63,7 +75,9 @@ def _read_file(file: Path, group_size: int | None) -> Contents:
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
         raise CheckpointError(f"{file}: expected a folder or a regular file, got neither")
     with open(file, "rb") as opened:
-        magic = opened.read(4)
+        begin = opened.read(64)
+    check_downloaded(begin, str(file))
+    magic = begin[:4]
     if magic == gguf.container.MAGIC:
         return gguf.tensors.read(file)
     if file.suffix in torch_file.SUFFIXES or magic.startswith(torch_file.MAGIC):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cupy_awq.checkpoint import replacement
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 
 FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
@@ -41,7 +42,7 @@ def read(folder: Path) -> Entry | None:
 
     Raises CheckpointError if the entry is malformed.
     """
-    if (file := folder / "config.json").is_file():
+    if (file := replacement.find(folder, "config.json")).is_file():
         table = read_object(file)
         text = table.get("text_config")
         mlx = table.get(MLX)

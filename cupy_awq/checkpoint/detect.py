@@ -172,11 +172,7 @@ def _read_hqq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[F
 
 
 def _read_mlx(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
-    layout = mlx.read_config(table, where)
-    widths = {settings.bits for settings in (layout.default, *layout.overrides.values()) if settings is not None}
-    if 4 not in widths:
-        raise CheckpointError(f"{where}: bits: expected 4 for some modules, got {table.get('bits')!r:.80}")
-    return layout, f"quantization with {table.get('bits')} bits in {where}"
+    return mlx.read_config(table, where), f"quantization with {table.get('bits')} bits in {where}"
 
 
 METHODS: dict[str, Callable[[Tensors, Mapping[str, Any], str], tuple[Format, str]]] = {

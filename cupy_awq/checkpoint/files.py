@@ -7,7 +7,10 @@ import contextlib
 import gc
 import json
 import os
+import re
+import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,24 @@ MAX_MODULES = 1 << 17
 The largest models have about 70,000. Each takes a few hundred bytes, but its tensors can have two bytes in the file.
 """
 
+MAX_TENSORS = 400_000
+"""The largest accepted number of tensors in all files of a checkpoint together.
+
+The largest models have about 300,000. Each takes about 1 kB of memory, but only about 50 bytes of a header.
+"""
+
+MAX_NAME_BYTES = 255
+"""The maximum length of a file name on common file systems, in bytes."""
+
 _SCAN_BYTES = 1 << 24
 """The number of bytes of a JSON text that `check_json` scans at a time."""
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of a Git LFS pointer: a text of three lines in the place of a large file that was not downloaded."""
+
+HUB_NAME = re.compile(r"(?:https?:/{1,2}huggingface\.co/|hf\.co/|hf:/{1,2})?([\w-][\w.-]*/[\w-][\w.-]*)/?")
+"""The regular expression for the name or address of a model on the Hugging Face Hub; its group is owner/name."""
 
 
 class CheckpointError(ValueError):
@@ -81,6 +100,60 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if has_nul:
         raise ValueError(f"path: expected a name that the file system can hold, got {text!a:.200}")
     return Path(text)
+
+
+def find_hub_hint(path: str | os.PathLike[str]) -> str:
+    """Return the end of an error message that says how to download a model, or "" if ``path`` is no name on the Hub.
+
+    >>> find_hub_hint("Qwen/Qwen3-8B")
+    '; a model of this name on the Hugging Face Hub is not downloaded: hf download Qwen/Qwen3-8B --local-dir Qwen3-8B'
+    """
+    name = HUB_NAME.fullmatch(os.fspath(path))
+    if name is None or name[1].endswith((".gguf", ".safetensors", ".ak48", ".json", ".pt", ".bin")):
+        return ""
+    command = f"hf download {name[1]} --local-dir {name[1].partition('/')[2]}"
+    return f"; a model of this name on the Hugging Face Hub is not downloaded: {command}"
+
+
+def check_downloaded(begin: bytes, where: str) -> None:
+    """Raise CheckpointError, whose message starts with ``where``, if a file begins like a Git LFS pointer."""
+    if begin.startswith(LFS_POINTER):
+        raise CheckpointError(f"{where}: expected the file, got a pointer of Git LFS to it: run git lfs pull")
+
+
+@dataclass
+class HeaderLimits:
+    """The rest of the limits on the headers of all files of a checkpoint together.
+
+    Attributes:
+        nbytes: the number of bytes of JSON that the headers may still have.
+        tensors: the number of tensors that the files may still have.
+    """
+
+    nbytes: int = MAX_JSON_BYTES
+    tensors: int = MAX_TENSORS
+
+    def take(self, where: str, nbytes: int, tensors: int = 0) -> None:
+        """Subtract a header's size. Raises CheckpointError, whose message starts with ``where``, if it is too large."""
+        self.nbytes -= nbytes
+        self.tensors -= tensors
+        if self.nbytes < 0:
+            raise CheckpointError(f"{where}: expected headers of at most {MAX_JSON_BYTES} bytes in all files, got more")
+        if self.tensors < 0:
+            raise CheckpointError(f"{where}: expected at most {MAX_TENSORS} tensors in all files, got more")
+
+
+def check_file_name(name: object, where: str) -> str:
+    """Return ``name``, which an untrusted file gives to a file in its own folder.
+
+    Raises CheckpointError, whose message starts with ``where``, unless it is the name of a file: with a path separator,
+    it could escape the folder.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{where}: expected the name of a file in the folder, got {name!r:.80}")
+    if len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        raise CheckpointError(f"{where}: expected a name of at most {MAX_NAME_BYTES} bytes, got {name!r:.80}")
+    return name
 
 
 def check_json(text: bytes, where: str) -> None:
@@ -144,6 +217,7 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     Raises CheckpointError, whose message starts with ``where``, if the text is malformed, is not an object, has
     duplicate keys or exceeds the limits of `check_json`.
     """
+    check_downloaded(text, where)
     check_json(text, where)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -169,6 +243,23 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises the same errors as `parse_object`, CheckpointError for more than `MAX_JSON_BYTES` bytes, and OSError.
     """
-    if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}")
-    return parse_object(path.read_bytes(), str(path))
+    return parse_object(read_small_file(path), str(path))
+
+
+def read_small_file(path: Path) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises CheckpointError if the file has more than `MAX_JSON_BYTES` bytes or is not a regular file, and OSError.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path}: expected a regular file, got another kind")
+        if found.st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got {found.st_size}")
+        data = file.read(MAX_JSON_BYTES + 1)  # the size of a file in /proc is 0
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got more")
+    return data

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLX format, mode "affine": W = q * s + b in groups of 32, 64 or 128 rows of W.
 
-    weight [N, K * bits / 32] uint32: 32 / bits codes per word, the first code in the lowest bits
+    weight [N, K * bits / 32] uint32: the codes of a row one after the other, the first code in the lowest bits
     scales, biases [N, K/G] float16 or bfloat16: s and b; scales may be negative
 
-4-bit modules are converted exactly; their biases become float offsets. Modules with 2 or 8 bits or N % 8 != 0 become
+4-bit modules are converted exactly; their biases become float offsets. Modules with other bits or N % 8 != 0 become
 dense tensors [N, K], whose values are rounded once.
 """
 
@@ -27,8 +27,8 @@ from cupy_awq.weight import PackedWeight
 
 UINT32 = (np.dtype(np.uint32),)
 
-WIDTHS = (2, 4, 8)
-"""The supported numbers of bits per code. They divide 32, so no code crosses a word boundary."""
+WIDTHS = (2, 3, 4, 5, 6, 8)
+"""The supported numbers of bits per code. A code of 3, 5 or 6 bits may lie in two words."""
 
 CHUNK = 1 << 18
 """The number of codes that are converted to dense values at a time."""
@@ -78,11 +78,18 @@ class Mlx:
         bits, group_size = settings.bits, settings.group_size
         if bits not in WIDTHS:
             raise tensors.error(f"bits: expected {', '.join(str(width) for width in WIDTHS)}, got {bits}-bit codes")
+        if 32 * words % bits:
+            raise tensors.error(f"weight: expected rows of whole {bits}-bit codes, got {words} words")
         k = 32 * words // bits
+        if 32 % bits and k % 32:
+            raise tensors.error(f"weight: expected a multiple of 32 {bits}-bit codes per row, got {k}")
         if group_size < 1 or k % group_size:
             raise tensors.error(f"group_size: expected a divisor of K={k}, got {group_size}")
         shape = (n, k // group_size)
-        scales = tensors.finite("scales", tensors.array("scales", SCALES, "[N, K/G]", shape))
+        if scales.shape != shape:
+            got = f"{bits} and {group_size} with {list(scales.shape)}"
+            raise tensors.error(f"scales: expected {list(shape)} for bits and group_size of the settings, got {got}")
+        tensors.finite("scales", scales)
         biases = tensors.finite("biases", tensors.array("biases", (scales.dtype,), "[N, K/G]", shape))
         if bits != 4 or n % 8:
             rounding = f"{bits}-bit codes to dense {scales.dtype}"
@@ -101,9 +108,8 @@ def _convert(weight: Array, scales: Array, biases: Array, bias: Array | None) ->
 def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases: Array, k: int, bits: int) -> Tensor:
     n, groups = scales.shape
     dense = np.empty((n, groups, k // groups), scales.dtype)
-    codes_of = np.arange(0, 32, bits, dtype=np.uint32)
     for rows in (slice(start, start + max(1, CHUNK // k)) for start in range(0, n, max(1, CHUNK // k))):
-        codes = (weight[rows, :, None] >> codes_of) & np.uint32(2**bits - 1)
+        codes = _unpack(weight[rows], bits)
         # The product is exact in float64, and so is the sum in float16. In bfloat16, the sum can lose an offset below
         # 2**-53 of the product, which matters only where the product is halfway between two bfloat16 values.
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
@@ -112,6 +118,23 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
         with np.errstate(over="ignore"):  # values beyond the range become infinite
             dense[rows] = round_once(values, scales.dtype)
     return Tensor(dense.reshape(n, k), tensors.file)
+
+
+def _unpack(words: Array, bits: int) -> Array:
+    """Return the codes [N, K] of rows of words, uint32 [N, K * bits / 32].
+
+    >>> _unpack(np.array([[0b10101001110010000, 0, 0]], np.uint32), 3)[0, :6].tolist()
+    [0, 2, 6, 1, 5, 2]
+    """
+    if 32 % bits == 0:
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        return ((words[:, :, None] >> shifts) & np.uint32(2**bits - 1)).reshape(len(words), -1)
+    cycles = words.reshape(len(words), -1, bits).astype(np.uint64)  # 32 codes in ``bits`` words
+    starts = np.arange(32) * bits
+    first = starts // 32
+    pairs = cycles[..., first] | cycles[..., np.minimum(first + 1, bits - 1)] << np.uint64(32)
+    codes = (pairs >> (starts % 32).astype(np.uint64)) & np.uint64(2**bits - 1)
+    return codes.reshape(len(words), -1)
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Mlx:

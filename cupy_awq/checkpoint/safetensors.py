@@ -13,7 +13,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import atomic
-from cupy_awq.checkpoint.files import MAX_JSON_BYTES, CheckpointError, parse_object
+from cupy_awq.checkpoint.files import (
+    MAX_JSON_BYTES,
+    CheckpointError,
+    HeaderLimits,
+    check_downloaded,
+    parse_object,
+)
 
 MAX_RANK = 32
 """The largest accepted number of axes of a tensor."""
@@ -48,10 +54,15 @@ DTYPES = {
 """The NumPy dtype for each safetensors dtype name."""
 
 
-def read(path: Path) -> dict[str, npt.NDArray[Any]]:
+METADATA = "__metadata__"
+"""The key of a header that holds texts and no tensor."""
+
+
+def read(path: Path, limits: HeaderLimits | None = None) -> dict[str, npt.NDArray[Any]]:
     """Return all tensors of a file by name as read-only views of the memory-mapped file.
 
-    The file must not be truncated while a view is in use.
+    The file must not be truncated while a view is in use. ``limits`` are those of all files of the checkpoint, or None
+    for a checkpoint of one file.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -59,6 +70,8 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        check_downloaded(file.read(64), str(path))
+        file.seek(0)
         if size < 8:
             raise CheckpointError(f"{path}: expected a safetensors file of at least 8 bytes, got {size} bytes")
         length = int.from_bytes(file.read(8), "little")
@@ -68,9 +81,12 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
                 f"{path}: expected a safetensors file with a header of at most {limit} bytes, got a length of "
                 f"{length}; the file may be truncated"
             )
+        limits = limits or HeaderLimits()
+        limits.take(str(path), length)
         header = parse_object(file.read(length), f"{path}: header")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
+    limits.take(str(path), 0, len(header))
     start = 8 + length
     spans, views = [], {}
     for name, entry in header.items():
@@ -131,15 +147,25 @@ def _naturals(value: Any) -> bool:
     return isinstance(value, list) and not [item for item in value if type(item) is not int or not 0 <= item < 2**63]
 
 
-def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+def write(
+    path: Path, tensors: Mapping[str, npt.NDArray[Any]], *, check: Callable[[Path], object] | None = None
+) -> None:
     """Write tensors by name to a safetensors file, with the data of each tensor aligned to its item size.
 
-    The file is written atomically. Raises OSError, which names the file, if the file cannot be written.
+    The file is written atomically; ``check`` is as in `atomic.create`.
+
+    Raises:
+        OSError: the file cannot be written; the error names it.
+        ValueError: the format has no name for the dtype of a tensor, or reserves the name of a tensor.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
+    for name, array in tensors.items():
+        if name == METADATA or array.dtype not in names:
+            expected = f"a dtype of {', '.join(DTYPES)}" if name != METADATA else "another name, which is not reserved"
+            raise ValueError(f"{path}: tensor {name!r:.200}: expected {expected}, got {array.dtype}")
     # The format forbids padding between tensors. Sorted by decreasing item size, all tensors are aligned without it.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     position = 0
     for name, array in ordered:
         entry = {"dtype": names[array.dtype], "shape": list(array.shape)}
@@ -147,7 +173,7 @@ def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         position += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with atomic.create(path) as file:
+    with atomic.create(path, check=check) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, array in ordered:
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -11,13 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import check
-from cupy_awq.checkpoint import safetensors
-from cupy_awq.checkpoint.files import CheckpointError, read_object
+from cupy_awq.checkpoint import replacement, safetensors
+from cupy_awq.checkpoint.files import CheckpointError, HeaderLimits, check_file_name, read_object
 
 Array = npt.NDArray[Any]
-
-MAX_NAME_BYTES = 255
-"""The maximum length of a file name on common file systems, in bytes."""
 
 INDEX = "model.safetensors.index.json"
 """The name of the file that maps the tensors of a sharded checkpoint to their shards."""
@@ -69,9 +66,12 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_dir():
         return _read_file(path)
+    if (names := replacement.list_names(path)) is not None:
+        file = replacement.find(path, INDEX if INDEX in names else "model.safetensors")
+        return _read_shards(file, path) if INDEX in names else _read_file(file)
     indices = [path / INDEX] if (path / INDEX).is_file() else _list_files(path, "*.safetensors.index.json")
     if len(indices) == 1:  # AutoGPTQ names files after the settings: gptq_model-4bit-128g.safetensors.index.json
-        return _read_shards(indices[0])
+        return _read_shards(indices[0], path)
     files = [path / "model.safetensors"]
     if not files[0].is_file():
         files = _list_files(path, "*.safetensors")
@@ -89,29 +89,29 @@ def _list_files(path: Path, pattern: str) -> list[Path]:
     return sorted(file for file in path.glob(pattern) if file.is_file())
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
-    return {name: Tensor(array, file) for name, array in safetensors.read(file).items()}
+def _read_file(file: Path, limits: HeaderLimits | None = None) -> dict[str, Tensor]:
+    return {name: Tensor(array, file) for name, array in safetensors.read(file, limits).items()}
 
 
-def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Return the tensors that an index file lists, each from its shard. Raises the same errors as `read`."""
+def _read_shards(index: Path, folder: Path) -> dict[str, Tensor]:
+    """Return the tensors that an index file lists, each from its shard in ``folder``.
+
+    Raises the same errors as `read`.
+    """
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: weight_map: expected an object, got {weight_map!r:.80}")
+    limits = HeaderLimits()
     shards: dict[str, dict[str, Tensor]] = {}
     tensors = {}
     for name, shard in weight_map.items():
         where = f"{index}: tensor {name!r:.200}"
-        # The index is untrusted: with a path separator, a name could escape the checkpoint's folder.
-        if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
-            raise CheckpointError(f"{where}: expected the name of a file in the folder, got {shard!r:.80}")
-        if len(shard.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
-            raise CheckpointError(f"{where}: expected a name of at most {MAX_NAME_BYTES} bytes, got {shard!r:.80}")
+        check_file_name(shard, where)
         if shard not in shards:
-            file = index.parent / shard
+            file = replacement.find(folder, shard)
             if not file.is_file():
                 raise CheckpointError(f"{where}: expected its shard {shard:.200} in the folder, got no such file")
-            shards[shard] = _read_file(file)
+            shards[shard] = _read_file(file, limits)
         if name not in shards[shard]:
             raise CheckpointError(f"{where}: expected it in its shard {shard:.200}, got a shard without it")
         tensors[name] = shards[shard][name]

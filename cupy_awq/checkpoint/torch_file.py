@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_downloaded
 
 MAGIC = b"PK"
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -108,7 +108,9 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     flat dictionary of plain tensors, and OSError if it cannot be opened.
     """
     with open(path, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+        begin = file.read(64)
+        check_downloaded(begin, str(path))
+        if not begin.startswith(MAGIC):
             raise CheckpointError(f"{path}: expected the zip archive of torch.save, got another file")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     entries = _list_entries(path, mapped)

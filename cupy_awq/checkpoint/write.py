@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import atomic
-from cupy_awq.checkpoint import nibbles, safetensors
-from cupy_awq.checkpoint.config import FILES, HUGGING_FACE, MLX
+from cupy_awq.checkpoint import nibbles, replacement, safetensors
+from cupy_awq.checkpoint.config import HUGGING_FACE, MLX
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import check_path, read_object
 from cupy_awq.checkpoint.module import Module, ModuleSpec
@@ -35,6 +34,8 @@ SHARD_BYTES = 5_000_000_000
 
 OWN_FILE = re.compile(r"model(-\d{5})?\.safetensors|" + re.escape(INDEX))
 """The regular expression for the names of the safetensors files and the index that `save` writes and replaces."""
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,15 @@ def save(
     /,
     *,
     progress: Callable[[int, int], None] | None = None,
+    check: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
     If the folder has a config.json, only its quantization is replaced. Modules are converted one by one,
     so the peak memory is about one shard (`SHARD_BYTES`). All files are written to a temporary subfolder, whose name
-    ends in ".part", and moved to ``folder`` when they are complete. If the process is killed, `read` either finds a
-    complete checkpoint or raises CheckpointError.
+    ends in ".part", and replace the earlier ones when they are complete. After an error, the earlier checkpoint is as
+    it was; after a kill, `read` finds the whole earlier or the whole new one (`cupy_awq.checkpoint.replacement`). A new
+    file has no permission that the file that it replaces did not have.
 
     Args:
         folder: the folder, which is created if it does not exist. Safetensors files and an index in it that have the
@@ -74,12 +77,42 @@ def save(
         contents: a checkpoint from `cupy_awq.checkpoint.read`, which may have been read from ``folder``.
         format_name: "autoawq", "compressed-tensors" or "gptq".
         progress: a callback (number of modules and tensors converted, total number), or None.
+        check: a function that is called with the temporary folder of the complete checkpoint, and that raises an error
+            to keep the earlier one; or None.
 
     Raises:
         CheckpointError: config.json is damaged, or a module cannot be read. It is a subclass of ValueError.
         FileExistsError: the folder contains safetensors files or an index of other names.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written, or another process saves to the folder.
         ValueError: the format is unknown or cannot represent a module. In this case nothing is written.
+    """
+    writer, specs = _find_writer(contents, format_name)
+    settings = writer.configure(specs, _list_dense_modules(contents)) if specs else None
+    path = check_path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    with replacement.replace(path, lambda name: name == CONFIG or OWN_FILE.fullmatch(name) is not None) as new:
+        earlier = _list_earlier_files(path)
+        config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
+        entry = {} if settings is None else {HUGGING_FACE: settings}
+        _write_json(new / CONFIG, {**_without_quantization(config), **entry})
+        _write_tensors(new, contents, writer, progress)
+        _narrow_modes(new, path, earlier)
+        if check is not None:
+            check(new)
+
+
+def write_file(
+    path: Path, contents: Contents, format_name: str, *, check: Callable[[Path], object] | None = None
+) -> None:
+    """Write a checkpoint as one safetensors file without a configuration; the arguments and errors are as in `save`."""
+    writer, _ = _find_writer(contents, format_name)
+    safetensors.write(path, dict(_convert_tensors(contents, writer, None)), check=check)
+
+
+def _find_writer(contents: Contents, format_name: str) -> tuple[Writer, dict[str, ModuleSpec]]:
+    """Return the writer of a format, and the properties of the modules that stay quantized.
+
+    Raises ValueError if the format is unknown or cannot represent a module.
     """
     if format_name not in WRITERS:
         raise ValueError(f"format_name: expected {', '.join(WRITERS)}, got {format_name!r:.80}")
@@ -87,24 +120,15 @@ def save(
     specs = {name: spec for name, spec in contents.specs.items() if contents.is_module(name)}
     for name, spec in specs.items():
         _check(name, spec, format_name, writer)
-    settings = writer.configure(specs, _list_dense_modules(contents))
-    path = check_path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    earlier = _list_earlier_files(path)
-    config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
-    aside = atomic.name_aside(path / "model")
-    aside.mkdir()
-    try:
-        _write_json(aside / "config.json", {**_without_quantization(config), HUGGING_FACE: settings})
-        last = _write_tensors(aside, contents, writer, progress)
-        # `read` raises CheckpointError if the file `last` is missing. So the old one is removed first and the new one
-        # is moved last: no reader sees a mixture of both checkpoints.
-        for file in sorted(earlier, key=lambda file: file.name.startswith("model-")):
-            file.unlink()
-        for part in sorted(aside.iterdir(), key=lambda part: part.name == last):
-            part.replace(path / part.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    return writer, specs
+
+
+def _narrow_modes(new: Path, path: Path, earlier: Sequence[Path]) -> None:
+    """Give new files no permission that config.json, or one of the earlier safetensors files, does not have."""
+    mode = atomic.common_mode(earlier)
+    for file in new.iterdir():
+        is_config = file.name == CONFIG and (path / CONFIG).is_file()
+        atomic.narrow_mode(file, (path / CONFIG).stat().st_mode if is_config else mode)
 
 
 def _list_earlier_files(path: Path) -> list[Path]:
@@ -119,8 +143,8 @@ def _list_earlier_files(path: Path) -> list[Path]:
     return found
 
 
-def _write_tensors(path: Path, contents: Contents, writer: Writer, progress: Callable[[int, int], None] | None) -> str:
-    """Write all tensors to one file, or to shards with an index; return the name of the file or of the index."""
+def _write_tensors(path: Path, contents: Contents, writer: Writer, progress: Callable[[int, int], None] | None) -> None:
+    """Write all tensors to one file, or to shards with an index."""
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
     nbytes = 0
@@ -132,10 +156,9 @@ def _write_tensors(path: Path, contents: Contents, writer: Writer, progress: Cal
         nbytes += array.nbytes
     if not files:
         safetensors.write(path / "model.safetensors", shard)
-        return "model.safetensors"
+        return
     _write_shard(path, shard, files)
     _write_json(path / INDEX, {"metadata": {}, "weight_map": files})
-    return INDEX
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
@@ -149,14 +172,6 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("text_config"), dict):
         kept["text_config"] = _without_quantization(kept["text_config"])
     return kept
-
-
-def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy a model's configuration, tokenizer, templates and generation settings, but no weights, to ``folder``."""
-    for file in source.iterdir():
-        is_settings = file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name
-        if file.is_file() and is_settings and file.name not in FILES:
-            shutil.copy(file, folder)
 
 
 def _convert_tensors(

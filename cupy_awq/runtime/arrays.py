@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from typing import Any
 
 import numpy as np
 
-from cupy_awq.check import HOST, Array, StridedArray, is_device_array
+from cupy_awq.check import BFLOAT16, HOST, Array, StridedArray, is_device_array
 from cupy_awq.runtime import placement
 
 
@@ -33,16 +34,68 @@ class _Writable:
         self.__array_interface__ = view.__array_interface__ | {"data": (view.ctypes.data, False)}
 
 
+_TENSOR_OFFSETS = {b"dltensor": 0, b"dltensor_versioned": 32}
+"""The offset of the DLTensor in the structure of a capsule, by the name of the capsule (dlpack.h)."""
+
+_DTYPE_OFFSET = 20
+"""The offset of the dtype in a DLTensor: code and bits in one byte each, lanes in two."""
+
+_DLPACK_BFLOAT16, _DLPACK_UINT16 = bytes([4, 16, 1, 0]), bytes([1, 16, 1, 0])
+
+
+class _Bits:
+    """An array in bfloat16 that is exported by DLPack as uint16, since NumPy's import does not know bfloat16.
+
+    Args:
+        array: the array of another library, in host memory.
+
+    Attributes:
+        is_bfloat16: whether the last export was changed.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._dtype: Any = None
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return self._dtype is not None
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self._array.__dlpack__(**options)
+        api = ctypes.pythonapi
+        api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        name = api.PyCapsule_GetName(capsule)
+        address = api.PyCapsule_GetPointer(capsule, name) + _TENSOR_OFFSETS[name] + _DTYPE_OFFSET
+        dtype = (ctypes.c_char * 4).from_address(address)
+        if dtype.raw == _DLPACK_BFLOAT16:
+            dtype.raw = _DLPACK_UINT16
+            self._dtype = dtype
+        return capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def restore(self) -> None:
+        """Undo the change: the structure may belong to the array, which may export it again."""
+        if self._dtype is not None:
+            self._dtype.raw = _DLPACK_BFLOAT16
+
+
 def _host_view(a: Any, name: str) -> Any:
     """Return a NumPy view of an array in host memory that supports DLPack; raise TypeError if NumPy cannot view it."""
     try:
-        view = np.from_dlpack(a)
+        bits = _Bits(a)
+        view = np.from_dlpack(bits)
+        bits.restore()
         if name == "out" and not view.flags.writeable:
             a.__dlpack__()  # This call fails for read-only memory, which DLPack before version 1 cannot express.
             view = np.asarray(_Writable(view))
     except Exception as error:  # Another library may raise any exception.
         raise TypeError(f"{name}: expected an array that NumPy can view, got {type(a).__name__}: {error}") from error
-    return view
+    return view.view(BFLOAT16) if bits.is_bfloat16 else view
 
 
 def _view(a: Any, name: str) -> Any:

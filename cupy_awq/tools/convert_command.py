@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cupy_awq.checkpoint import model_folder
 from cupy_awq.checkpoint.write import WRITERS
 from cupy_awq.tools.progress import show_bar
 
@@ -45,11 +46,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("convert", _convert, "write a 4-bit checkpoint in another format", MORE, examples)
     parser.add_argument("source", metavar="SRC", help="folder or file of a 4-bit checkpoint, or the name smollm2")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder or file to write")
+    parser.add_argument("--force", action="store_true", help="replace the file DST if it exists")
     parser.add_argument("--format", choices=CHOICES, help="default: that of the suffix .gguf or .ak48 of DST")
 
 
 def _convert(args: argparse.Namespace) -> int:
     from cupy_awq.llm.files.convert import convert
+    from cupy_awq.llm.files.readers import locate
     from cupy_awq.tools.info import list_roundings
 
     suffix = SUFFIXES.get(args.target.suffix)
@@ -59,9 +62,12 @@ def _convert(args: argparse.Namespace) -> int:
     if suffix != (name if name in SUFFIXES.values() else None):
         wanted = f"a file name that ends in .{name}" if name in SUFFIXES.values() else f"a folder for {name}"
         raise ValueError(f"DST: expected {wanted}, got {args.target}")
-    roundings = convert(args.source, args.target, name, show_bar if sys.stderr.isatty() else None)
+    roundings = convert(args.source, args.target, name, show_bar if sys.stderr.isatty() else None, force=args.force)
     for line in list_roundings(roundings):
         print(line, file=sys.stderr)
+    path = locate(args.source)
+    if path.is_file() and len(parts := model_folder.list_weights(path)) > 1:
+        print(f"{path}: a split model, of which all {len(parts)} parts were read", file=sys.stderr)
     files = [args.target] if args.target.is_file() else [file for file in args.target.iterdir() if file.is_file()]
     print(f"{args.target}: {sum(os.path.getsize(file) for file in files) / 1e6:.1f} MB")
     return 0

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cupy_awq.checkpoint.files import check_downloaded
+
 MORE = """
 
 SRC is a Hugging Face folder with dense weights. DST becomes a folder of the same files with 4-bit weights, and with a
@@ -91,6 +93,8 @@ def read_texts(path: Path) -> list[str]:
         raise ValueError(f"{path}: expected a folder of .txt or .md files, got none")
     texts = []
     for file in files:
+        with open(file, "rb") as opened:
+            check_downloaded(opened.read(64), str(file))
         try:
             texts.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -100,6 +104,7 @@ def read_texts(path: Path) -> list[str]:
 
 def _quantize(args: argparse.Namespace) -> int:
     from cupy_awq import llm
+    from cupy_awq.llm.calibrate.unfinished_work import name_unfinished
 
     bar = _Progress(is_shown=sys.stderr.isatty())
     if args.calibration is None:
@@ -107,23 +112,32 @@ def _quantize(args: argparse.Namespace) -> int:
             "--calibration: expected a text file or a folder of .txt and .md files, with at least 4096 tokens of the"
             " kinds of text that the model is used for, got none"
         )
-    report = llm.quantize(
-        args.source,
-        args.target,
-        read_texts(args.calibration),
-        method=args.method,
-        group_size=args.group_size,
-        symmetric=args.symmetric,
-        samples=args.samples,
-        sequence_length=args.sequence_length,
-        ignore=args.ignore,
-        evaluate=None if args.evaluate is None else "\n".join(read_texts(args.evaluate)),
-        format_name=args.format,
-        device=args.device,
-        resume=args.resume,
-        progress=bar.show_layer,
-        on_step=bar.show_step,
-    )
+    texts = read_texts(args.calibration)
+    evaluate = None if args.evaluate is None else "\n".join(read_texts(args.evaluate))
+    try:
+        report = llm.quantize(
+            args.source,
+            args.target,
+            texts,
+            method=args.method,
+            group_size=args.group_size,
+            symmetric=args.symmetric,
+            samples=args.samples,
+            sequence_length=args.sequence_length,
+            ignore=args.ignore,
+            evaluate=evaluate,
+            format_name=args.format,
+            device=args.device,
+            resume=args.resume,
+            progress=bar.show_layer,
+            on_step=bar.show_step,
+        )
+    except KeyboardInterrupt:
+        bar.close()
+        work = name_unfinished(args.target)
+        if work.exists():
+            print(f"stopped; the finished layers are in {work}: continue with --resume", file=sys.stderr)
+        raise
     bar.close()
     print(report.text(), end="")
     print(f"{args.target}: written")

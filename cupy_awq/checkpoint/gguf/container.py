@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_downloaded
 
 MAGIC = b"GGUF"
 
@@ -32,6 +35,21 @@ MAX_ENTRIES, MAX_TEXTS = 1 << 16, 1 << 21
 
 The tokenizer of Gemma 3, the largest in use, has 777,050 texts.
 """
+
+MAX_TEXT_BYTES = 1 << 26
+"""The largest accepted size of all texts in the headers of a file and of the other parts of it together, in bytes.
+
+The texts of Gemma 3 have 13 MB. A sparse file can hold long texts of zeros that take no space on the disk.
+"""
+
+MAX_PARTS = 1000
+"""The largest accepted number of parts of a split file."""
+
+PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""The regular expression for the name of a part of a split file; its groups are the stem, the number and the count."""
+
+SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+"""The metadata fields of a split file: the part's number from 0, the number of parts, the number of all tensors."""
 
 TYPES = {
     0: ("F32", 1, 4),
@@ -86,15 +104,29 @@ class Blocks(NamedTuple):
     data: npt.NDArray[np.uint8]
 
 
+@dataclass
+class _Limits:
+    """The rest of the limits on the headers of all parts of a file.
+
+    Attributes:
+        entries: the numbers of metadata fields and of tensors.
+        texts: the number of texts in arrays.
+        text_bytes: the number of bytes of all texts.
+    """
+
+    entries: tuple[int, int] = (MAX_ENTRIES, MAX_ENTRIES)
+    texts: int = MAX_TEXTS
+    text_bytes: int = MAX_TEXT_BYTES
+
+
 class _Cursor:
     """A read position in the bytes of a file.
 
-    Every read advances the position, or raises CheckpointError if too few bytes remain.
+    Every read advances the position, or raises CheckpointError if too few bytes or limits remain.
     """
 
-    def __init__(self, data: memoryview, path: Path) -> None:
-        self.data, self.position, self.path = data, 0, path
-        self._texts = 0
+    def __init__(self, data: memoryview, path: Path, limits: _Limits) -> None:
+        self.data, self.position, self.path, self.limits = data, 0, path, limits
 
     def require(self, count: int) -> None:
         """Raise CheckpointError unless ``count`` more bytes remain."""
@@ -110,26 +142,38 @@ class _Cursor:
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
 
     def text(self) -> str:
+        length = self.scalar("Q")
+        self.require(length)
+        self._take_text_bytes(length)
         try:
-            return str(self.take(self.scalar("Q")), "utf-8")
+            return str(self.take(length), "utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: expected UTF-8 before byte {self.position}, got {error}") from None
 
+    def _take_text_bytes(self, count: int) -> None:
+        self.limits.text_bytes -= count
+        if self.limits.text_bytes < 0:
+            raise CheckpointError(f"{self.path}: expected at most {MAX_TEXT_BYTES} bytes of texts, got more")
+
     def _read_texts(self, count: int) -> list[str]:
         """Read an array of ``count`` texts, as `text` reads each."""
-        self._texts += count
-        if self._texts > MAX_TEXTS:
-            raise CheckpointError(f"{self.path}: expected at most {MAX_TEXTS} texts in arrays, got {self._texts}")
+        self.limits.texts -= count
+        if self.limits.texts < 0:
+            raise CheckpointError(f"{self.path}: expected at most {MAX_TEXTS} texts in arrays, got more")
         data, end, read_length = self.data, self.position, struct.Struct("<Q").unpack_from
+        last = min(len(data), end + 8 * count + self.limits.text_bytes)
         texts = []
         try:
             for _ in range(count):
                 begin = end + 8
                 end = begin + read_length(data, end)[0]
+                if end > last:
+                    break
                 texts.append(str(data[begin:end], "utf-8"))
         except (struct.error, OverflowError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{self.path}: expected UTF-8 before byte {begin}, got {error}") from None
         self.require(end - self.position)
+        self._take_text_bytes(end - self.position - 8 * count)
         self.position = end
         return texts
 
@@ -155,24 +199,106 @@ class _Cursor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
-    """Return the metadata by key and the tensors by name of a GGUF file.
+    """Return the metadata by key and the tensors by name of a GGUF file, or of all parts if ``path`` is the first one.
 
-    The tensors are views of the memory-mapped file, which must not be truncated while they are in use.
+    The tensors are views of the memory-mapped files, which must not be truncated while they are in use. The metadata
+    are those of the first part, without the fields that describe the parts.
 
     Raises:
-        CheckpointError: the file is malformed.
+        CheckpointError: a file is malformed, or a part is missing.
         OSError: the file cannot be opened.
     """
+    limits = _Limits()
+    metadata, found = _read_file(path, limits)
+    count = metadata.get(SPLIT_COUNT, 1)
+    if count != 1:
+        found = dict(found)
+        for number, part in enumerate(list_parts(path, metadata)):
+            fields, tensors = (metadata, {}) if number == 0 else _read_file(part, limits)
+            if (fields.get(SPLIT_NUMBER), fields.get(SPLIT_COUNT)) != (number, count):
+                got = f"{fields.get(SPLIT_NUMBER)!r:.80} of {fields.get(SPLIT_COUNT)!r:.80}"
+                raise CheckpointError(f"{part}: expected part {number} of {count}, got {SPLIT_NUMBER} {got}")
+            if both := found.keys() & tensors.keys():
+                raise CheckpointError(f"{part}: expected a tensor {min(both)!r:.200} in one part, got it in two")
+            found |= tensors
+    total = metadata.get(SPLIT_TENSORS, len(found))
+    if total != len(found):
+        raise CheckpointError(f"{path}: {SPLIT_TENSORS}: expected {len(found)} tensors, got {total!r:.80}")
+    return {key: value for key, value in metadata.items() if not key.startswith("split.")}, found
+
+
+def list_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """Return the paths of all parts of a split file.
+
+    Args:
+        path: the path of the first part.
+        metadata: the metadata of the first part.
+
+    Raises CheckpointError if the number of parts or the name is malformed, or if a part is missing.
+    """
+    count, number = metadata.get(SPLIT_COUNT), metadata.get(SPLIT_NUMBER)
+    if type(count) is not int or not 0 < count <= MAX_PARTS:
+        raise CheckpointError(f"{path}: {SPLIT_COUNT}: expected an integer in 1..{MAX_PARTS}, got {count!r:.80}")
+    name = PART_NAME.fullmatch(path.name)
+    first = f"{'*' if name is None else name[1]}-00001-of-{count:05}.gguf"
+    if number != 0:
+        raise CheckpointError(f"{path}: expected the first part of a split model, {first:.200}, got {number!r:.80}")
+    if name is None or name[0] != first:
+        raise CheckpointError(
+            f"{path}: expected the name of the first part of a split model, {first:.200}, got another"
+        )
+    parts = [path.with_name(f"{name[1]}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{path}: expected all {count} parts of a split model, got no {part.name:.200}")
+    return parts
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a regular file begins as a GGUF file does. Raises OSError if it cannot be read."""
+    if not path.is_file():
+        return False
     with open(path, "rb") as file:
-        if file.read(4) != MAGIC:
+        return file.read(4) == MAGIC
+
+
+def find_file(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder, or its first part; None if the folder holds none or has safetensors files.
+
+    Files of projectors of images, named ``mmproj``, do not count. Raises CheckpointError if there are several models.
+    """
+    if any(folder.glob("*.safetensors*")):
+        return None
+    models: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.gguf")):
+        if file.is_file() and "mmproj" not in file.name.lower():
+            part = PART_NAME.fullmatch(file.name)
+            models.setdefault(file.name if part is None else f"{part[1]}-of-{part[3]}", file)
+    if len(models) > 1:
+        names = ", ".join(file.name for file in list(models.values())[:3])
+        raise CheckpointError(
+            f"{folder}: expected one GGUF model, got {len(models)}; give the path of one: {names:.300}"
+        )
+    return next(iter(models.values()), None)
+
+
+def _read_file(path: Path, limits: _Limits) -> tuple[dict[str, Any], dict[str, Blocks]]:
+    """Return the metadata and the tensors of one file. Raises the same errors as `read`."""
+    with open(path, "rb") as file:
+        begin = file.read(64)
+        check_downloaded(begin, str(path))
+        if not begin.startswith(MAGIC):
             raise CheckpointError(f"{path}: expected a GGUF file, got another kind")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    cursor = _Cursor(memoryview(mapped), path)
+    cursor = _Cursor(memoryview(mapped), path, limits)
     cursor.take(4)
     version, tensor_count, field_count = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
     if version not in VERSIONS:
-        raise CheckpointError(f"{path}: expected GGUF version 2 or 3, got {version}")
-    if max(field_count, tensor_count) > MAX_ENTRIES:
+        is_big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        got = "a big-endian file: convert it to little-endian first" if is_big_endian else version
+        raise CheckpointError(f"{path}: expected GGUF version 2 or 3, got {got}")
+    limits.entries = limits.entries[0] - field_count, limits.entries[1] - tensor_count
+    if min(limits.entries) < 0:
         got = f"{field_count} and {tensor_count}"
         raise CheckpointError(f"{path}: expected at most {MAX_ENTRIES} metadata fields and tensors each, got {got}")
     cursor.require(12 * field_count + 24 * tensor_count)  # the smallest sizes of a field and of a tensor entry

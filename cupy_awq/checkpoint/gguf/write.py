@@ -78,7 +78,13 @@ class _Entry(NamedTuple):
 
 
 def write_gguf(
-    path: Path, contents: Contents, metadata: Metadata, progress: Callable[[int, int], None] | None = None
+    path: Path,
+    contents: Contents,
+    metadata: Metadata,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    mode: int = 0o666,
+    check: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a checkpoint as a GGUF file.
 
@@ -91,13 +97,14 @@ def write_gguf(
         contents: a checkpoint from `cupy_awq.checkpoint.read`.
         metadata: the metadata fields by key.
         progress: a callback (number of the current tensor, total number), or None.
+        mode, check: the permissions and the check of the complete file, as in `atomic.create`.
 
     Raises:
         ValueError: GGUF cannot represent a module or a tensor exactly.
         OSError: the file cannot be written.
     """
     entries = list(_plan_entries(path, contents, metadata))
-    with atomic.create(path) as file:
+    with atomic.create(path, mode=mode, check=check) as file:
         _write_header(file, entries, metadata)
         for done, entry in enumerate(entries):
             if progress is not None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
 import os
 import re
-import shutil
+import stat
 import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +20,22 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import atomic, check, checkpoint
-from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, safetensors
+from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, model_folder, safetensors
 from cupy_awq.checkpoint.contents import Contents
-from cupy_awq.checkpoint.files import read_object
+from cupy_awq.checkpoint.files import check_path, find_hub_hint
 from cupy_awq.checkpoint.module import Pending
-from cupy_awq.checkpoint.write import copy_model_files
+from cupy_awq.checkpoint.tensors import is_finite
 from cupy_awq.llm.assemble import load
 from cupy_awq.llm.calibrate.layer_quantizer import QuantizedLayer, quantize_layers
 from cupy_awq.llm.calibrate.quantization_report import Report, peak_memory
+from cupy_awq.llm.calibrate.unfinished_work import (
+    Settings,
+    UnfinishedWork,
+    digest_files,
+    digest_texts,
+    name_unfinished,
+    open_work,
+)
 from cupy_awq.llm.families.description import Decoder, LayerSpec
 from cupy_awq.llm.files import hugging_face
 from cupy_awq.llm.files.model_files import DenseLinear
@@ -47,9 +56,6 @@ Each is (whether to search channel scales, whether to tune each layer, keyword a
 """
 NEEDED_TOKENS = 4096
 """The smallest number of calibration tokens, unless ``samples * sequence_length`` is smaller."""
-SETTINGS = "settings.json"
-"""The name of the file that records the model and the settings in a folder of unfinished work."""
-
 LayerProgress = Callable[[int, int, "Mapping[str, Any] | None"], None]
 """A callback (number of finished layers, number of all layers, report of the last finished layer or None)."""
 
@@ -76,7 +82,8 @@ def quantize(
     """Quantize the decoder layers of a model to 4 bits and write the model, with a report, to a new folder.
 
     Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
-    table and the output head are not quantized.
+    table and the output head are not quantized. Of the source's other files, those of `model_folder.COPIED` are copied.
+    No file has a permission that its source does not have.
 
     Args:
         path: a Hugging Face folder of a model with dense weights.
@@ -94,13 +101,14 @@ def quantize(
             of rounding to nearest and of the result; None for no comparison.
         format_name: "autoawq" or "compressed-tensors".
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
-        resume: True to continue unfinished work that has the same settings.
+        resume: True to continue unfinished work, if neither the settings nor the files of the model nor the
+            calibration texts have changed.
         progress: a callback that is called at the start and after each layer; see `LayerProgress`.
         on_step: a callback that is called with the name of each step, such as "calibrate", before the step starts.
 
     Raises:
         CheckpointError: the model is damaged, not supported, or already quantized. It is a subclass of ValueError.
-        OSError: a file cannot be read or written, or the folder is not empty.
+        OSError: a file cannot be read or written, the folder is not empty, or another run is at work.
         ValueError: a setting is not supported, the texts are too short, or the tokenizer does not preserve a text.
 
     Example::
@@ -114,7 +122,9 @@ def quantize(
         raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
     check_pattern(ignore)
     index = placement.resolve(device)
-    source, target = Path(path), atomic.new_folder(folder)
+    source, target = check_path(path), atomic.new_folder(folder)
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: expected a Hugging Face folder, got none{find_hub_hint(source)}")
     files = hugging_face.read(source)
     contents = checkpoint.read(source)
     if contents.specs:
@@ -130,72 +140,86 @@ def quantize(
     dtype = contents.dense_form(f"{layers[0].name}.{layers[0].linears[0].name}.weight")[1]
     scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
     recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype, **fields)
-    partial_folder = target.with_name(target.name + ".partial")
-    settings = {
-        "source": str(source.resolve()),
-        "method": method,
-        "recipe": repr(recipe),
-        "ignore": ignore,
-        "sequences": [len(sequences), sum(map(sum, sequences))],
+    copied, weights = model_folder.list_files(source), model_folder.list_weights(source)
+    options: dict[str, Any] = {"source": str(source.resolve()), "method": method, "ignore": ignore}
+    options |= {"samples": samples, "sequence_length": sequence_length}
+    options |= {field.name: str(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
+    settings: Settings = {
+        "settings": options,
+        "files": digest_files({file.name: file for file in weights} | dict(copied)),
+        "texts": {"the calibration text": digest_texts([*texts, json.dumps(sequences)])},
     }
-    reports = _open_partial(partial_folder, settings, resume)
     total = len(layers)
-    if progress is not None:
-        progress(len(reports), total, None)
-    if len(reports) < total:
-        with placement.use_device(index):
-            xp = np if index == check.HOST else importlib.import_module("cupy")
-            for layer in quantize_layers(
-                files,
-                sequences,
-                recipe,
-                scales=has_scales,
-                tunes=is_tuned,
-                ignore=ignore,
-                finished=(_load_layer(partial_folder, r, layers[i]) for i, r in enumerate([*reports])),
-                xp=xp,
-                on_step=on_step,
-            ):
-                reports.append(_save_layer(partial_folder, layer))
-                if progress is not None:
-                    progress(layer.index + 1, total, reports[-1])
-    on_step("write files")
-    built = partial_folder / "model"
-    shutil.rmtree(built, ignore_errors=True)
-    built.mkdir()
-    copy_model_files(source, built)
-    checkpoint.save(built, _merge(contents, partial_folder, layers, recipe), format_name)
-    seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
-    perplexities = {}
-    if evaluate is not None:
-        on_step("evaluate")
-        nearest = built
-        if method != "rtn":
-            nearest = partial_folder / "rtn"
-            for left in (nearest, partial_folder / "rtn.partial"):
-                shutil.rmtree(left, ignore_errors=True)
-            quantize(
-                source,
-                nearest,
-                texts,
-                method="rtn",
-                group_size=group_size,
-                symmetric=symmetric,
-                samples=1,  # rounding to nearest needs no calibration
-                sequence_length=1,
-                ignore=ignore,
-                format_name=format_name,
-                device=device,
-            )
-        folders = {"16-bit": source, "rtn": nearest, "result": built}
-        perplexities = {name: _perplexity(each, evaluate, index) for name, each in folders.items()}
-    report = Report(method, group_size, reports, perplexities, seconds, memory)
-    report.write(built)
-    if target.exists():
-        target.rmdir()
-    built.rename(target)
-    shutil.rmtree(partial_folder)
+    with open_work(name_unfinished(target), settings, resume=resume) as work:
+        reports = work.reports
+        if progress is not None:
+            progress(len(reports), total, None)
+        if len(reports) < total:
+            check_finite(contents)
+            with placement.use_device(index):
+                xp = np if index == check.HOST else importlib.import_module("cupy")
+                for layer in quantize_layers(
+                    files,
+                    sequences,
+                    recipe,
+                    scales=has_scales,
+                    tunes=is_tuned,
+                    ignore=ignore,
+                    finished=(_load_layer(work, report, layers[i]) for i, report in enumerate([*reports])),
+                    xp=xp,
+                    on_step=on_step,
+                ):
+                    work.save_layer(_list_tensors(layer), _describe(layer))
+                    if progress is not None:
+                        progress(layer.index + 1, total, reports[-1])
+        on_step("write files")
+        built = work.make_folder("model")
+        built.mkdir()
+        mode = atomic.hide_folder(built)
+        model_folder.copy_files(source, built)
+        checkpoint.save(built, _merge(contents, work, layers, recipe), format_name)
+        atomic.remove_unfinished(built)
+        seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
+        perplexities = {}
+        if evaluate is not None:
+            on_step("evaluate")
+            nearest = built
+            if method != "rtn":
+                nearest = work.make_folder("rtn")
+                quantize(
+                    source,
+                    nearest,
+                    texts,
+                    method="rtn",
+                    group_size=group_size,
+                    symmetric=symmetric,
+                    samples=1,  # rounding to nearest needs no calibration
+                    sequence_length=1,
+                    ignore=ignore,
+                    format_name=format_name,
+                    device=device,
+                )
+            folders = {"16-bit": source, "rtn": nearest, "result": built}
+            perplexities = {name: _perplexity(each, evaluate, index) for name, each in folders.items()}
+        report = Report(method, group_size, reports, perplexities, seconds, memory)
+        report.write(built)
+        hugging_face.read(built)  # raises an error if the result could not be read
+        for file in built.iterdir():
+            if file.name not in dict(copied):
+                atomic.narrow_mode(file, atomic.common_mode(weights))
+        built.chmod(mode & source.stat().st_mode | stat.S_IRWXU)
+        if target.exists():
+            target.rmdir()
+        built.rename(target)
     return report
+
+
+def check_finite(contents: Contents) -> None:
+    """Raise CheckpointError, which names the file and the tensor, if a float tensor has a NaN or an infinity."""
+    for name in contents:
+        item = contents[name]
+        if isinstance(item, Tensor) and item.array.dtype in check.FLOATS and not is_finite(item.array):
+            raise CheckpointError(f"{item.file}: tensor {name!r:.200}: expected finite values, got NaN or infinity")
 
 
 def _perplexity(folder: Path, text: str, index: int) -> float:
@@ -250,32 +274,8 @@ def _normalize(text: str) -> str:
     return unicodedata.normalize("NFC", text).strip()
 
 
-def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
-    """Create or reopen the folder of unfinished work; return the reports of the layers that are finished.
-
-    Raises FileExistsError if the folder exists and ``resume`` is False, ValueError if its settings differ.
-    """
-    file = folder / SETTINGS
-    if folder.exists() and not resume:
-        raise FileExistsError(f"{folder}: expected no unfinished work, got some: resume it or delete the folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not file.is_file():
-        _write_json(file, settings)
-    if (found := read_object(file)) != settings:
-        raise ValueError(f"{folder}: expected unfinished work with the settings {settings}, got {found}")
-    reports: list[dict[str, Any]] = []
-    while (report := folder / f"layer-{len(reports):05}.json").is_file():
-        reports.append(read_object(report))
-    return reports
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    with atomic.create(file) as opened:
-        opened.write(json.dumps(value).encode())
-
-
-def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
-    """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
+def _list_tensors(layer: QuantizedLayer) -> dict[str, Any]:
+    """Return the tensors of a finished layer by name, from which `_load_layer` builds the layer."""
     tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
     for name, linear in layer.linears.items():
         if isinstance(linear, DenseLinear):
@@ -284,21 +284,22 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
             weight = linear.weight
             parts = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "bias": linear.bias}
         tensors |= {f"{name}/{part}": a for part, a in parts.items() if a is not None}
-    file = folder / f"layer-{layer.index:05}"
-    safetensors.write(file.with_suffix(".safetensors"), tensors)
-    report = {
+    return tensors
+
+
+def _describe(layer: QuantizedLayer) -> dict[str, Any]:
+    """Return the report of a finished layer."""
+    return {
         "layer": layer.index,
         "errors": dict(layer.errors),
         "output_error": layer.output_error,
         "nearest_output_error": layer.nearest_output_error,
     }
-    _write_json(file.with_suffix(".json"), report)
-    return report
 
 
-def _load_layer(folder: Path, report: Mapping[str, Any], layer: LayerSpec) -> QuantizedLayer:
-    """Return a finished layer that `_save_layer` wrote."""
-    tensors = safetensors.read(folder / f"layer-{report['layer']:05}.safetensors")
+def _load_layer(work: UnfinishedWork, report: Mapping[str, Any], layer: LayerSpec) -> QuantizedLayer:
+    """Return a finished layer."""
+    tensors = safetensors.read(work.tensors_file(report["layer"]))
     linears: dict[str, Module | DenseLinear] = {}
     for name in (linear.name for linear in layer.linears):
         parts = _list_parts(tensors, name)
@@ -314,14 +315,11 @@ def _list_parts(tensors: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
 
 
-def _merge(contents: Contents, folder: Path, layers: Sequence[LayerSpec], recipe: Recipe) -> Contents:
-    """Return the contents of the quantized model: the source's contents with quantized instead of dense layers.
-
-    ``folder`` is the folder of unfinished work, which holds the quantized layers.
-    """
-    entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), folder) for name in contents}  # type: ignore[arg-type]
+def _merge(contents: Contents, work: UnfinishedWork, layers: Sequence[LayerSpec], recipe: Recipe) -> Contents:
+    """Return the contents of the quantized model: the source's contents with quantized instead of dense layers."""
+    entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), work.folder) for name in contents}  # type: ignore[arg-type]
     for index, layer in enumerate(layers):
-        file, at = folder / f"layer-{index:05}.safetensors", layer.name
+        file, at = work.tensors_file(index), layer.name
         tensors = safetensors.read(file)
         for name in (linear.name for linear in layer.linears):
             parts = _list_parts(tensors, name)

@@ -171,8 +171,15 @@ def _quantized(qweight: Callable[[], Array], qzeros: Callable[[], Array], scales
     return Module(PackedWeight(qweight(), scales(), qzeros()), None)
 
 
-def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> None:
-    """Write a model as an ak48 file.
+def write(
+    files: ModelFiles,
+    path: Path,
+    progress: Progress | None = None,
+    *,
+    mode: int = 0o666,
+    check: Callable[[Path], object] | None = None,
+) -> None:
+    """Write a model as an ak48 file. ``mode`` and ``check`` are as in `atomic.create`.
 
     Raises:
         ValueError: the format cannot represent the model: its description is not that of a Qwen3 with theta 1e6,
@@ -194,7 +201,7 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
     entries = list(_entries(decoder))
     group_size = _group_size(files, next(entry for entry in entries if isinstance(entry, QuantizedEntry)))
     header = HEADER.pack(MAGIC, VERSION, *(values[name] for name in SIZES), group_size)
-    with atomic.create(path) as file:
+    with atomic.create(path, mode=mode, check=check) as file:
         file.write(header.ljust(HEADER_BYTES, b"\0"))
         for done, entry in enumerate(entries):
             for array in _arrays(files, entry, group_size):

