@@ -18,9 +18,9 @@
 // the residual start at multiples of 16 bytes.
 //
 // The kernel computes y^T = W^T x^T: the weight is operand A, which a warp converts in registers once for all BLOCK_M
-// rows of x; x is operand B, loaded by ldmatrix. A warp computes WEIGHT_TILES * 32 columns of the CTA tile. WARPS_N warps
-// are a slice: they share a ring of STAGES stages, which they fill with cp.async, and compute every WARPS_K-th weight
-// tile along K. With few rows of x, a slice is a single warp, which needs no barrier in the main loop.
+// rows of x; x is operand B, loaded by ldmatrix. A warp computes WEIGHT_TILES * 32 columns of the CTA tile. WARPS_N
+// warps are a slice: they share a ring of STAGES stages, which they fill with cp.async, and compute every WARPS_K-th
+// weight tile along K. With few rows of x, a slice is a single warp, which needs no barrier in the main loop.
 //
 // The main loop loads and converts the operands of a step of 16 k during the mma of the preceding step. Before the last
 // step of a stage, all operands of the stage are in registers, so the stage is refilled there.
@@ -135,10 +135,10 @@ class Copies {
   uint32_t x_target_;
 };
 
-// Converts codes to operand A with one fma: a value is (q * s - z * s) * factor * 2^-15, where z * s is rounded to float16
-// and the difference is rounded again. `factor` moves the largest scale to at most 64, so that no intermediate value
-// overflows. As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four bits higher
-// is q * 2^-20; the former are those of column g, the latter those of column g + 8.
+// Converts codes to operand A with one fma: a value is (q * s - z * s) * factor * 2^-15, where z * s is rounded to
+// float16 and the difference is rounded again. `factor` moves the largest scale to at most 64, so that no intermediate
+// value overflows. As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four bits
+// higher is q * 2^-20; the former are those of column g, the latter those of column g + 8.
 struct FusedCodes {
   static constexpr float kUnit = 32768.0f;
   static constexpr uint32_t kScaleFactors = 0x50006000u;  // 2^5 and 2^9: exponents 20 and 24, << 10
@@ -255,8 +255,8 @@ class MainLoop {
       fill<INDEX + 1>(copies, stages);
     }
   }
-  // Multiplies stage `index`, which is part PART of a weight tile and lies at `stage_idx` of the ring, from turn TURN on;
-  // the operands of this turn are loaded and converted.
+  // Multiplies stage `index`, which is part PART of a weight tile and lies at `stage_idx` of the ring, from turn TURN
+  // on; the operands of this turn are loaded and converted.
   template <int PART, int TURN = 0>
   __device__ __forceinline__ void multiply_stage(Accumulators& accumulators, Copies& copies, int index, int stages,
                                                  int& stage_idx) {
