@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupy_awq import atomic
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.runtime import compile as compiler
@@ -177,11 +178,10 @@ def _use_file_as_folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _fill_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every write fail after half of its bytes."""
-    real = Path.open
 
-    def limited(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
-        file = real(path, mode, *options, **more)
-        if "x" in mode:
+    def limited(descriptor: int, mode: str) -> Any:
+        file = os.fdopen(descriptor, mode)
+        if "w" in mode:
             write = file.write
 
             class Full:
@@ -198,7 +198,7 @@ def _fill_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return Full()
         return file
 
-    monkeypatch.setattr(Path, "open", limited)
+    monkeypatch.setattr(atomic, "open", limited, raising=False)
 
 
 def _deny_reads(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

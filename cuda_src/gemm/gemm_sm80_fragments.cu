@@ -137,8 +137,8 @@ class Copies {
 
 // Converts codes to operand A with one fma: a value is (q * s - z * s) * factor * 2^-15, where z * s is rounded to
 // float16 and the difference is rounded again. `factor` moves the largest scale to at most 64, so that no intermediate
-// value overflows. As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four bits
-// higher is q * 2^-20; the former are those of column g, the latter those of column g + 8.
+// value overflows. As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four
+// bits higher is q * 2^-20; the former are those of column g, the latter those of column g + 8.
 struct FusedCodes {
   static constexpr float kUnit = 32768.0f;
   static constexpr uint32_t kScaleFactors = 0x50006000u;  // 2^5 and 2^9: exponents 20 and 24, << 10

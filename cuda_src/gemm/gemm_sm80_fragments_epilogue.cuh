@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of gemm_sm80_fragments.cu: sums the accumulators of a unit over the slices of a CTA and over the CTAs
-// that share the unit (stream-K), and stores y. The order of additions is fixed: the CTA's slices, then the other CTAs from
-// the first to the last.
+// that share the unit (stream-K), and stores y. The order of additions is fixed: the CTA's slices, then the other CTAs
+// from the first to the last.
 #pragma once
 
 #include "gemm/gemm_sm80_fragments.cuh"
