@@ -54,5 +54,5 @@ def validate_disjoint(out: Any, **inputs: Any) -> None:
 def _extent(a: Any) -> tuple[int, int]:
     """Return the addresses at which the memory of an array begins and ends."""
     address = a.__array_interface__["data"][0] if isinstance(a, np.ndarray) else a.data.ptr
-    low, high = (0, a.nbytes) if a.flags.c_contiguous else byte_span(a)  # `byte_span` takes 3 us
+    low, high = (0, a.nbytes) if a.flags.c_contiguous else byte_span(a)  # avoid `byte_span`: 3 us
     return address + low, address + high

@@ -36,7 +36,7 @@ collect_ignore = ["examples", "peers"]
 """
 
 MAX_WORKERS = 8
-"""The largest number of worker processes. Each keeps the translated kernels of its tests, about 0.5 GB."""
+"""The largest number of worker processes. Each keeps about 0.5 GB of kernels that the simulator has translated."""
 
 ARCHS = (60, 75, 80, 90)
 """The compute capabilities, one for each path of the kernels: plain CUDA, sm_75, sm_80 and sm_90a."""
@@ -121,11 +121,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
-    """Mark the simulated cases of a test whose parameters all occur in other cases of it as repetitions.
+    """Mark each simulated case of a test as a repetition if other cases have all of its parameter values.
 
-    A third of the repetitions is marked slow instead. The remaining cases cover every value of every parameter on every
-    architecture path, though not every combination. Their order is arbitrary but fixed, so that values of one parameter
-    meet different values of the others.
+    A third of these cases is marked slow instead. The remaining ones cover every value of every parameter on every
+    architecture path, though not every combination. Cases are visited in an arbitrary but fixed order, so that values
+    of one parameter meet different values of the others.
     """
     covered: set[tuple[str, str, str]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):

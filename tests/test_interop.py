@@ -67,7 +67,7 @@ def test_cpu_arrays_of_other_libraries_are_refused() -> None:
 
 
 class CpuDLPack:
-    """An array in CPU memory that supports only DLPack; with ``versioned``, version 1 of it."""
+    """An array in CPU memory that supports only DLPack: version 1 if ``versioned``, else the unversioned protocol."""
 
     def __init__(self, a: Any, versioned: bool) -> None:
         self._a, self._versioned = a, versioned

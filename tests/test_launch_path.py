@@ -147,7 +147,7 @@ def test_every_operation_passes_its_arrays_on_the_current_stream(gpu: FakeGpu) -
 
 def test_products_of_integers_pass_their_arrays(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = gpu.empty(N, 1, 1, K, dtype=np.uint8)
-    monkeypatch.setattr(BlockQuantizedWeight, "layout", lambda self, key, make: stored)  # made by CuPy's own kernels
+    monkeypatch.setattr(BlockQuantizedWeight, "layout", lambda self, key, make: stored)  # no kernel can make it
     weight = BlockQuantizedWeight(stored, gpu.empty(N, 1), None, bits=8)
     codes, scale = gpu.empty(3, K, dtype=np.int8), gpu.empty(3, 1, dtype=np.float32)
     sums, y = gpu.empty(3, 1, dtype=np.int32), gpu.empty(3, N, dtype=np.float32)

@@ -271,9 +271,9 @@ def test_other_errors_of_the_driver_keep_their_type_and_traceback(monkeypatch: p
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Replace CuPy on a GPU of architecture 80 by an object that lists the paths and the code that it loads.
+    """Replace CuPy by a fake with an sm_80 GPU; return its record of the cubin paths and code that are loaded.
 
-    ``error`` is what loading from a file raises.
+    If ``error`` of the record is set, loading from a file raises it.
     """
     seen = SimpleNamespace(paths=[], code=[], names=[], error=None)
 

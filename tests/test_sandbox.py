@@ -62,7 +62,7 @@ def test_a_call_that_exceeds_its_memory_ends(child: Worker) -> None:
 def test_a_call_that_takes_too_long_on_the_clock_is_killed(
     child: Worker, monkeypatch: pytest.MonkeyPatch, polls: bool
 ) -> None:
-    """This is the only limit on Windows, where a timer holds it."""
+    """Wall-clock time is the only limit on Windows, where a timer enforces it."""
     monkeypatch.setattr(worker, "POLLS", polls)
     match(child, **QUICK)
     monkeypatch.setattr(worker, "CLOCK_SECONDS", -999.5)

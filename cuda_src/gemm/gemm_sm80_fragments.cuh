@@ -45,7 +45,7 @@ constexpr int kSteps = kStageK / 16;            // number of mma steps along k p
 constexpr int kK64Parts = kStageK / 64;         // number of parts of 64 k per stage
 constexpr int kParts = kWeightTileK / kStageK;  // number of stages per weight tile
 
-// The groups of a stage: with one group per weight tile, each half of the tile has a copy.
+// The number of groups per stage. A group that spans both stages of a weight tile is stored in each.
 constexpr int kStageGroups = kGroups > kParts ? kGroups / kParts : 1;
 constexpr int kGroupSteps = kSteps / kStageGroups;
 

@@ -29,7 +29,8 @@ template <class Host>
 struct GemmSm90MmaInvariant : GemmSm90X<Host> {
   static constexpr int kM8Tiles = Host::kBlockM / 8;
   static constexpr int kK16Steps = kWeightTileK / 16;
-  // The number of k tiles whose mma are interleaved: with SCALED = 0, each group starts a chain of its own.
+  // The number of k tiles whose mma are interleaved to hide latency. With SCALED = 0, the mma of each group form a
+  // chain of their own, so k tiles are independent.
   static constexpr int kInterleaved = Host::kScaled || kM8Tiles > 1 || Host::kKTiles == 1 ? 1 : 2;
 
   static_assert(Host::kConsumerWarps == 2 * Host::kWeightTiles, "a warp computes 16 columns");

@@ -98,7 +98,7 @@ struct GemmSm90Raw : Host {
 
   struct SharedStorage {
     using Warps = SharedArray<0, Host::kWarps, kWarpFloats * 4>;
-    // The partial sums of the other CTAs, or of all of their warps; only used in CTA 0.
+    // The partial sums that CTA 0 receives: a tile of each other CTA or, if batch-invariant, of each of their warps.
     using Received =
         SharedArray<Warps::kEnd, (Host::kSplitK - 1) * (Host::kInvariant ? Host::kWarps : 1), kTileFloats * 4>;
     using ReceivedBarrier = SharedArray<Received::kEnd, 1, kBarrierBytes>;

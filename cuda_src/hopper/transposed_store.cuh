@@ -12,7 +12,8 @@
 template <class T, int kColumns>
 constexpr int kTransposedRowBytes = kColumns * sizeof(T) + 16;
 
-// Returns the shared address at which a lane of warp `warp` of a warpgroup stores to `buffer`, rows of kRowBytes bytes.
+// Returns the shared address that a lane of warp `warp` of a warpgroup passes to stmatrix; a row of `buffer` has
+// kRowBytes bytes.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t transposed_address(const uint8_t* buffer, int warp, int lane) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) + (lane / 16 * 8 + lane % 8) * kRowBytes +

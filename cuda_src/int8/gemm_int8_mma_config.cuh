@@ -10,6 +10,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using T = Y;
   static constexpr int kBits = BITS, kWarpsM = WARPS_M, kWarpsN = WARPS_N, kWarpM = WARP_M, kStages = STAGES;
   static constexpr int kXBlocks = X_BLOCKS;
-  static constexpr bool kShortBlocks = SHORT_BLOCKS;  // whether products are int32 and blocks have at most 256 columns
+  // Whether x is int8 and a quantization block has at most 256 columns.
+  static constexpr bool kShortBlocks = SHORT_BLOCKS;
   static constexpr bool kEven = EVEN;
 };

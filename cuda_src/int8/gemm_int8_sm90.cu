@@ -351,7 +351,7 @@ __device__ __forceinline__ void gemm_int8_sm90_tiles(const float* x_scale, const
         store_tile<C>(memory, reinterpret_cast<const typename C::OwnedAccumulators&>(accumulators), scheduler.tile(),
                       epilogue, y, m, n, ldy, aligned != 0, 0);
       } else {
-        // The accumulators in the order [owner][m64 tile][octet].
+        // The accumulators in the order [owner][m64 tile][octet]; an octet is 8 rows of y.
         float ordered[C::kWarpgroupTiles * C::kAccumulators];
 #pragma unroll
         for (int v = 0; v < C::kWarpgroupTiles * C::kAccumulators; ++v) {

@@ -62,7 +62,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr int kSplitK = SPLIT_K;  // number of CTAs per tile; each computes the tile over its slice of K
   static constexpr int kShareX =
       SHARE_X;  // number of CTAs with adjacent columns that share the copies of x by multicast
-  static constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether tiles of offsets apply the zero points
+  static constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether `offsets` is given and applies the zero points
   // Whether the dependent kernel may start only when the preceding kernel has finished; see gemm_sm90_tile.cuh.
   static constexpr bool kStartsNextLate = START_NEXT_LATE;
   static constexpr int kCtasPerSm = CTAS_PER_SM, kSharedBytes = SHARED_BYTES;

@@ -17,7 +17,7 @@ from cupy_awq.checkpoint.module_tensors import ModuleTensors
 from cupy_awq.sandbox import worker
 
 MAX_SECONDS = 1.0
-"""The CPU time in seconds that all matches of one configuration may take; most take microseconds each."""
+"""The largest CPU time in seconds for all regular expressions of a configuration; most matches take microseconds."""
 
 MAX_PATTERN = 500
 """The largest length of an expression, in characters."""

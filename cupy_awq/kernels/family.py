@@ -85,9 +85,10 @@ class KernelProblem:
         return False
 
     def reduction_samples(self) -> tuple[KernelProblem, ...]:
-        """Return problems with the same weight and other numbers of rows, which determine the common `Reduction`.
+        """Return problems with the same weight and various M, for which one `Reduction` is chosen.
 
-        They are the same for all problems with this weight. Only a problem that can be ``batch_invariant`` has some.
+        All problems with one weight return the same samples. Types of problem that are never ``batch_invariant``
+        return none.
         """
         return ()
 

@@ -103,7 +103,7 @@ def explain_missing(key: TuningKey, device: Device) -> str:
 
 @functools.cache
 def _tables(device: Device) -> dict[str, Table]:
-    """Return the user's and the shipped table of a GPU by description (`TunedConfig.origin`)."""
+    """Return the tables of a GPU, first the user's, then the shipped one, each under its `TunedConfig.origin`."""
     name = file_name(device)
     user = user_folder() / name
     return {f"your table {user}": read(user), f"shipped table {name}": read(SHIPPED / name)}

@@ -253,7 +253,7 @@ class LanguageModel:
         template_args: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt; of one with more than twice ``limit`` ids, only a part may be encoded.
+        """Return the token ids of a prompt, or of its beginning if the prompt has more than twice ``limit`` tokens.
 
         The other arguments have the same meaning as in `generate`.
         """

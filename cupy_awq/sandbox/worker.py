@@ -200,7 +200,7 @@ def _converse(stdin: Any, stdout: Any, frames: list[bytes], seconds: float) -> A
 
 def _describe_end(code: int, seconds: float, memory: int) -> str:
     """Return the message for a worker process that ended with an exit code or, if negative, by a signal."""
-    if code == MEMORY_EXIT or -code in (6, 11):  # SIGABRT, SIGSEGV: native code without memory or stack ends so
+    if code == MEMORY_EXIT or -code in (6, 11):  # SIGABRT or SIGSEGV: out of memory or stack
         return f"expected at most {memory >> 20} MiB of memory, got more"
     if code < 0 or sys.platform == "win32":
         return f"expected at most {seconds:.1f} s of CPU time, got more"

@@ -74,7 +74,7 @@ def check_operation(args: argparse.Namespace, command: str) -> str:
 
 
 def refuse(args: argparse.Namespace, case: str, *names: str) -> None:
-    """Raise ValueError if an option with one of these names is given; options that the command lacks are not."""
+    """Raise ValueError if an option with one of these names is given; ignore names that the command does not have."""
     values = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
     given = [option for option, value in values.items() if value is not None and value is not False]
     if given:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert an AutoAWQ checkpoint to compressed-tensors without rounding, and check that its layers are the same.
+"""Convert an AutoAWQ checkpoint to compressed-tensors without rounding, and compare the results of a layer.
 
     python tests/examples/convert_checkpoint.py
 

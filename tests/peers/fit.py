@@ -188,7 +188,7 @@ def read_problem(record: dict[str, Any]) -> Any:
 
 
 def flat(costs: Any) -> np.ndarray:
-    """Return the logarithms of all constants as one array; a constant of zero stays zero."""
+    """Return the logarithms of all constants as one array; zero gives -inf, from which `unflat` restores zero."""
     with np.errstate(divide="ignore"):
         return np.log([float(x) for f in fields(costs) for x in _parts(getattr(costs, f.name)).values()])
 

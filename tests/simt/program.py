@@ -150,7 +150,7 @@ def _split(function: Function) -> list[Block]:
     """
     instructions, labels = function.instructions, function.labels
     starts = {0, len(instructions)} | set(labels.values())
-    # The kind and the members of this block's last instruction for whole warps.
+    # The kind and the member mask of the last warp-wide instruction in the current basic block, or None without one.
     together: tuple[str, object] | None = None
     for index, instruction in enumerate(instructions):
         kind = find(instruction.opcode)[2]

@@ -79,7 +79,7 @@ def test_a_block_waits_for_the_one_before_it() -> None:
       __threadfence();
       *turn = blockIdx.x + 1;
     }"""
-    # y[0] is the turn and also the value that CTA 0 reads, 0; CTA i reads what CTA i - 1 wrote.
+    # CTA 0 reads the turn in y[0], which is 0, as its operand; CTA i reads what CTA i - 1 wrote.
     y = ints(body, 9, grid=(8, 1, 1))
     assert y[0] == 8
     np.testing.assert_array_equal(y[1:], 2 + 2 * np.arange(8))

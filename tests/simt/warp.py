@@ -117,7 +117,7 @@ class Matrices:
         self.machine = machine
 
     def whole_warps(self, active: Array) -> Array:
-        """Return the indices of the warps in ``active``."""
+        """Return the indices of the active warps; in each warp, either all lanes are active or none."""
         return np.flatnonzero(active.reshape(-1, 32)[:, 0])
 
     def load(self, address: Array, active: Array, count: int, transposed: bool, at: int) -> list[Array]:

@@ -251,7 +251,7 @@ def rounded_parameters(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> tu
 def nhwc_problem(
     batch: int, side: int, channels: int, outputs: int, kernel: int, bits: int = 4, dtype: str = "float16"
 ) -> Convolution:
-    """Return a convolution of contiguous square NHWC images with stride 1, "same" padding and blocks of 32 channels."""
+    """Return a convolution of contiguous square NHWC images: stride 1, "same" padding, quantization blocks of 32."""
     pad = kernel // 2
     sizes = ConvolutionSizes(batch, side, side, channels, outputs, 1, kernel, kernel, side, side, pad_h=pad, pad_w=pad)
     return Convolution(sizes, 32, bits, True, dtype, (side * side * channels, side * channels, channels, 1))

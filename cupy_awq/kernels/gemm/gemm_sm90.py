@@ -35,7 +35,7 @@ NAME = "gemm_sm90"
 MMA_MAX_M = 16
 """The largest M that the mma kernels support."""
 GATHER_MAX_M, GATHER_MAX_K = 4, 16384
-"""The largest M and K for which the mma kernel gathers the columns of x; beyond, a launch before the GEMM is faster."""
+"""The largest M and K for which the mma kernel gathers the columns of x; above, `gather_columns` runs first."""
 WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel; for smaller M, the mma kernels are faster."""
 WGMMA_BLOCK_M = 16, 128

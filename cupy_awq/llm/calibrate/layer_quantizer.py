@@ -136,7 +136,7 @@ def quantize_layers(
         sites = _list_quantized(layer, ignore)
         try:
             result = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
-        except ValueError as error:  # MomentSum.add does not know the layer
+        except ValueError as error:  # add the layer to the message of MomentSum.add
             raise ValueError(f"{files.path}: {layer.name}: {error}") from None
         del weights  # free the memory before the next layer is read
         yield result
