@@ -27,7 +27,7 @@ class OnGpu:
 
     def __init__(self, a: np.ndarray, device: int = 0) -> None:
         self.shape, self.dtype, self.strides, self.ndim = a.shape, a.dtype, a.strides, a.ndim
-        self.data = SimpleNamespace(device_id=device)
+        self.data, self.flags = SimpleNamespace(device_id=device), a.flags
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

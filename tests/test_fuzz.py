@@ -306,9 +306,13 @@ BOMBS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 }
 
 
+BOUNDED = {"tokenizer.json that repeats the text", "tokenizer.json of a long Unigram", "pattern of nested look-aheads"}
+"""The files that the worker process runs within its limits."""
+
+
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_crafted_file_is_refused_within_seconds_and_a_gigabyte(name: str) -> None:
     write, read = BOMBS[name]
     (outcome,) = fuzz.run([Reader("bomb", write, (".",), read)], [fuzz.UNCHANGED], workers=1)
     assert not outcome.finding
-    assert outcome.kind == "CheckpointError"
+    assert outcome.kind == ("accepted" if name in BOUNDED else "CheckpointError")

@@ -156,7 +156,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
         repacked = np.empty(layout.nbytes, np.uint8)
         tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
         simt.run(layout.pack(device.nominal(90)), {**tensors, "out": repacked})
-        monkeypatch.setattr("cupy_awq.linear.repack", lambda weight: RepackedWeight(weight, repacked, 0, False))
+        monkeypatch.setattr("cupy_awq.linear.repack", lambda weight: RepackedWeight(weight, repacked, 0, False, False))
         return AwqLinear(weight, **options)
 
     wide = 256 if gated else 128
