@@ -93,7 +93,7 @@ class GemmFragmentsConfig:
         ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
         ctas: number of CTAs of the launch, which compute one tile after another.
         stream_k_units: number of tiles that are computed with stream-K, counted from the first; each of the others is
-            computed by one CTA. See ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+            computed by one CTA. See ``StreamKTileScheduler`` in ``cuda_src/common/tile_scheduler.cuh``.
         stream_k_ctas: number of CTAs among which the k tiles of the stream-K tiles are divided.
     """
 
