@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm80_fragments``: mma.sync on the repacked layout, simulated for every architecture and on a GPU."""
+"""``gemm_mma_fragments``: mma.sync on the repacked layout, simulated for every architecture and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm import gemm_sm80_fragments
-from cupy_awq.kernels.gemm.gemm_sm80_fragments import GemmFragmentsConfig
+from cupy_awq.kernels.gemm import gemm_mma_fragments
+from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.registry import FAMILIES
 from cupy_awq.ops.repack import scale_range
@@ -24,7 +24,7 @@ from tests.backends import GPU, LANDINGS, runner
 from tests.test_kernels import DTYPES, check_matmul, facts, repack
 
 ARCHS = (80, 86, 87, 89, 100, 120)
-FAMILY = FAMILIES["gemm_sm80_fragments"]
+FAMILY = FAMILIES["gemm_mma_fragments"]
 
 
 def scaled(problem: Problem) -> Problem:
@@ -173,7 +173,7 @@ def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, m: int) -> N
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, m, 256)
     repacked = repack(run, problem, weight, here)
-    plan = select.choose(problem, here, "gemm_sm80_fragments").plan
+    plan = select.choose(problem, here, "gemm_mma_fragments").plan
     found = []
     for value in (None, np.inf, np.nan):
         damaged, y = x.copy(), np.zeros((m, 64), np.float16)
@@ -201,12 +201,12 @@ def test_every_problem_has_configurations_that_fit(arch: int, group_size: int, g
             {"batch_invariant": True},
         ):
             problem = replace(Problem(m, 4096, 4096, group_size, gated=gated, layouts=(AWQ, FRAGMENTS)), **fields)
-            configs = gemm_sm80_fragments.configs(problem, here)
+            configs = gemm_mma_fragments.configs(problem, here)
             assert configs, problem
             assert len(configs) == len(set(configs))
             for config in configs:
                 assert config.shared_bytes(problem) <= here.shared_bytes_per_block
-                reserved = config.shared_bytes(problem) + gemm_sm80_fragments.RESERVED_BYTES
+                reserved = config.shared_bytes(problem) + gemm_mma_fragments.RESERVED_BYTES
                 assert config.ctas_per_sm * reserved <= here.shared_bytes_per_sm
 
 
@@ -216,7 +216,7 @@ def test_a_layer_takes_the_kernel_for_the_repacked_layout(arch: int, k: int, n: 
     for m in (1, 4, 16, 32, 64, 256, 2048):
         assert (
             select.choose(Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS)), device.nominal(arch)).name
-            == "gemm_sm80_fragments"
+            == "gemm_mma_fragments"
         )
 
 

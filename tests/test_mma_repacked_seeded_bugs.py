@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in ``gemm_sm80_fragments``: each one is caught."""
+"""Faults planted in ``gemm_mma_fragments``: each one is caught."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import OUTSIDE, RACE, VALUES, Seed, assert_caught
 
-MAIN, EPILOGUE = "gemm/gemm_sm80_fragments.cu", "gemm/gemm_sm80_fragments_epilogue.cuh"
+MAIN, EPILOGUE = "gemm/gemm_mma_fragments.cu", "gemm/gemm_mma_fragments_epilogue.cuh"
 FEW = Problem(3, 104, 1088, 32, layouts=(AWQ, FRAGMENTS))
 """Warps that share no stage: three k tiles per slice, K ends within a weight tile, four groups per weight tile."""
 MANY = Problem(40, 232, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS))
@@ -33,17 +33,17 @@ SHARED_CONFIG = {**MANY_CONFIG, "ctas": 5, "stream_k_units": 2, "stream_k_ctas":
 
 def few(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
     """Return a bug in a launch with few rows."""
-    return Seed("gemm_sm80_fragments", 80, file, old, new, caught, FEW, FEW_CONFIG)
+    return Seed("gemm_mma_fragments", 80, file, old, new, caught, FEW, FEW_CONFIG)
 
 
 def many(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
     """Return a bug in a launch whose warps share stages."""
-    return Seed("gemm_sm80_fragments", 80, file, old, new, caught, MANY, MANY_CONFIG)
+    return Seed("gemm_mma_fragments", 80, file, old, new, caught, MANY, MANY_CONFIG)
 
 
 def shared(old: str, new: str, caught: tuple[str, str]) -> Seed:
     """Return a bug in a launch whose CTAs share tiles."""
-    return Seed("gemm_sm80_fragments", 80, EPILOGUE, old, new, caught, MANY, SHARED_CONFIG)
+    return Seed("gemm_mma_fragments", 80, EPILOGUE, old, new, caught, MANY, SHARED_CONFIG)
 
 
 IN_FLIGHT = ("in flight", "race")
@@ -55,7 +55,7 @@ SEEDS = {
     "the wrong stage is refilled": few("% kParts>(refilled)", "% kParts>(stage_idx)", RACE),
     "words of the wrong step of 16 k": many(".values[step % 4]", ".values[(step + 1) % 4]", VALUES),
     "a weight tile past the last tile column": Seed(
-        "gemm_sm80_fragments", 80, MAIN, "min(index, columns.last)", "index", OUTSIDE,
+        "gemm_mma_fragments", 80, MAIN, "min(index, columns.last)", "index", OUTSIDE,
         Problem(40, 104, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS)),
         {**MANY_CONFIG, "weight_tiles": 2, "ctas": 1},
     ),
@@ -67,7 +67,7 @@ SEEDS = {
         "load_group(stage, (kStep + 1) / kGroupSteps)", "load_group(stage, 0)", VALUES,
     ),
     "the swizzle of a pass of four rows": Seed(
-        "gemm_sm80_fragments", 80, MAIN, "x_target_ ^ i % 2 * 64 : x_target_", "x_target_ : x_target_", VALUES,
+        "gemm_mma_fragments", 80, MAIN, "x_target_ ^ i % 2 * 64 : x_target_", "x_target_ : x_target_", VALUES,
         Problem(8, 104, 1088, 32, layouts=(AWQ, FRAGMENTS)), {**FEW_CONFIG, "x_rows": 8},
     ),
     "accumulators overwrite stages that other slices still read": many(

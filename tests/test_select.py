@@ -292,7 +292,7 @@ def test_a_gpu_without_tma_runs_the_kernels_of_the_generation_before() -> None:
     assert select.weight_layouts(*weight, replace(made_up, without=(Capability.TMA, Capability.CP_ASYNC))) == (AWQ,)
     problem = Problem(64, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))
     assert select.choose(problem, H100).name == "gemm_sm90"
-    assert select.choose(problem, made_up).name == "gemm_sm80_fragments"
+    assert select.choose(problem, made_up).name == "gemm_mma_fragments"
     assert select.choose(replace(problem, layouts=(AWQ,)), made_up).name == "gemm_sm80"
     assert select.candidates(problem, made_up)["gemm_sm90"] == "needs TMA, which H100 without TMA lacks"
     assert made_up.target == "90a"

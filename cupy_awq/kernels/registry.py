@@ -24,7 +24,7 @@ from cupy_awq.kernels.family import AnyFamily, KernelProblem
 from cupy_awq.kernels.gemm.gather_columns import GATHER_COLUMNS, ColumnGather
 from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM75, GEMM_SM80
 from cupy_awq.kernels.gemm.gemm_simt import GEMM_SIMT
-from cupy_awq.kernels.gemm.gemm_sm80_fragments import GEMM_SM80_FRAGMENTS
+from cupy_awq.kernels.gemm.gemm_mma_fragments import GEMM_MMA_FRAGMENTS
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
 from cupy_awq.kernels.gemm.gemm_sm90_raw import GEMM_SM90_RAW
@@ -49,7 +49,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
         GEMM_SIMT,
         GEMM_SM75,
         GEMM_SM80,
-        GEMM_SM80_FRAGMENTS,
+        GEMM_MMA_FRAGMENTS,
         GEMM_SM90_RAW,
         GEMM_SM90,
         GEMM_SM90_LARGE,

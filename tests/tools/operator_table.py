@@ -27,7 +27,7 @@ TESTS = {
     "gemm_simt": RAW,
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
-    "gemm_sm80_fragments": "test_mma_repacked.py::test_any_problem, test_every_tile",
+    "gemm_mma_fragments": "test_mma_repacked.py::test_any_problem, test_every_tile",
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
     "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion,"
     " test_any_problem_whose_kernel_gathers_x",

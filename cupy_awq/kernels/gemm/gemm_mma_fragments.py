@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm80_fragments``: GEMM with mma.sync on a weight in the fragment layout, for any M."""
+"""``gemm_mma_fragments``: GEMM with mma.sync on a weight in the fragment layout, for any M."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupy_awq.kernels.tiling import ceil_div, next_power_of_two
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-NAME = "gemm_sm80_fragments"
+NAME = "gemm_mma_fragments"
 NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
 """The capabilities that the kernel needs."""
 MMA_ROWS = 16
@@ -79,7 +79,7 @@ SCHEDULERS = 4
 
 @dataclass(frozen=True)
 class GemmFragmentsConfig:
-    """A configuration of ``gemm_sm80_fragments.cu``.
+    """A configuration of ``gemm_mma_fragments.cu``.
 
     Attributes:
         math: how a warp computes the products of a group, an enumerator of ``Math`` in the kernel.
@@ -317,7 +317,7 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
     factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
     scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, factors))
     return LaunchPlan(
-        Kernel("gemm/gemm_sm80_fragments.cu", NAME, defines, device.target),
+        Kernel("gemm/gemm_mma_fragments.cu", NAME, defines, device.target),
         (config.ctas, 1, 1),
         (config.threads, 1, 1),
         ("weight", "bias", "residual", "y", "partials", "counters", "x", *scalars),
@@ -385,8 +385,8 @@ def _warp_us(config: GemmFragmentsConfig, problem: Problem) -> float:
     return mmas * COSTS.mma_us + others * COSTS.instruction_us
 
 
-class GemmSm80Fragments(Family[Problem, GemmFragmentsConfig]):
-    """The family ``gemm_sm80_fragments``."""
+class GemmMmaFragments(Family[Problem, GemmFragmentsConfig]):
+    """The family ``gemm_mma_fragments``."""
 
     NAME = NAME
     needs = NEEDS
@@ -399,4 +399,4 @@ class GemmSm80Fragments(Family[Problem, GemmFragmentsConfig]):
     reduction = staticmethod(reduction)
 
 
-GEMM_SM80_FRAGMENTS = GemmSm80Fragments()
+GEMM_MMA_FRAGMENTS = GemmMmaFragments()

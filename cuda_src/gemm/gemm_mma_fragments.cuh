@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time constants and the shared-memory layout of gemm_sm80_fragments.cu.
+// The compile-time constants and the shared-memory layout of gemm_mma_fragments.cu.
 #pragma once
 
 #include "common/epilogue.cuh"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of gemm_sm80_fragments.cu: sums the accumulators of a unit over the slices of a CTA and over the CTAs
+// The epilogue of gemm_mma_fragments.cu: sums the accumulators of a unit over the slices of a CTA and over the CTAs
 // that share the unit (stream-K), and stores y. The order of additions is fixed: the CTA's slices, then the other CTAs
 // from the first to the last.
 #pragma once
 
-#include "gemm/gemm_sm80_fragments.cuh"
+#include "gemm/gemm_mma_fragments.cuh"
 
 constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
 constexpr int kCtaSums = kBlockM * kBlockN;              // number of partial sums of a CTA

@@ -25,14 +25,14 @@
 // The main loop loads and converts the operands of a step of 16 k during the mma of the preceding step. Before the last
 // step of a stage, all operands of the stage are in registers, so the stage is refilled there.
 #include "common/warp.cuh"
-#include "gemm/gemm_sm80_fragments.cuh"
-#include "gemm/gemm_sm80_fragments_epilogue.cuh"
+#include "gemm/gemm_mma_fragments.cuh"
+#include "gemm/gemm_mma_fragments_epilogue.cuh"
 #include "hopper/swizzle.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 
-static_assert(__CUDA_ARCH__ >= 800, "gemm_sm80_fragments needs sm_80");
+static_assert(__CUDA_ARCH__ >= 800, "gemm_mma_fragments needs sm_80");
 
 // Synchronizes the warps of a slice.
 __device__ __forceinline__ void sync_slice(int slice) {
@@ -414,7 +414,7 @@ __device__ __forceinline__ void store_accumulators(float* target, const Accumula
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    gemm_sm80_fragments(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, float* partials,
+    gemm_mma_fragments(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, float* partials,
                         uint32_t* counters, const X* x, int m, int n, int k, int ldr, int ldy, int ldx,
                         int stream_k_units, int stream_k_ctas, float low, float high, float scale_factor,
                         float result_factor) {
