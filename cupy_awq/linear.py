@@ -39,7 +39,7 @@ class AwqLinear:
     the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
     skips validation and kernel selection. Threads and streams may share a layer.
 
-    From sm_80 on the layer also stores the weight in the fragment layout, which the fastest kernels read, if K is a
+    From sm_75 on the layer also stores the weight in the fragment layout, which the fastest kernels read, if K is a
     multiple of 64, the group size is 16, 32, 64, K or a multiple of 128, and the zero points are integers. There, a
     GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
@@ -56,11 +56,11 @@ class AwqLinear:
             int8 if the cost models expect this to be faster than multiplying x as it is, and if ``residual`` and
             ``dtype`` are None; the layer stores the layouts of both ways.
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
-            accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
-            repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
+            accepts x only in float16 and, from sm_80 on, bfloat16, and cannot be copied, pickled or concatenated. A
+            layer without a repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
         batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
             also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
-            group size, the dtypes and the GPU. From sm_80 on, a GEMM of any M may then round each dequantized weight
+            group size, the dtypes and the GPU. From sm_75 on, a GEMM of any M may then round each dequantized weight
             to the dtype of x. Not supported with an ``x_dtype``.
         order: the permutation of x for a weight whose rows are sorted by group (activation order, GPTQ's ``desc_act``),
             int32 [K] on the device of the weight: y = activation(x[..., order] @ W + bias). None for no permutation.
@@ -366,7 +366,7 @@ class AwqLinear:
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
-        Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
+        Returns None if no kernel supports the fusion: the GPU has no tensor cores, m is too large, or the shape or
         the activation of the layer is not supported. Also returns None for a batch-invariant layer, because a fused
         GEMM rounds intermediate results differently. The columns of the plan's x are in the layer's `order`.
 

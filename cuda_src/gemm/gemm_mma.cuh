@@ -36,15 +36,15 @@
 #pragma once
 
 #include "common/epilogue.cuh"
+#include "common/mma.cuh"
 #include "dequantize/int4.cuh"
 #include "hopper/swizzle.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "common/reduce.cuh"
 
-// The kernel of each architecture passes two function objects to gemm_mma:
+// The kernel of each architecture passes a function object to gemm_mma:
 //   copy   CopyDirect or CopyAsync of common/copy_to_shared.cuh: start_16 and start_4 start a copy, commit() ends the
 //          group of a stage, and wait<PENDING>() waits until all but the last PENDING groups have landed
-//   mma    mma(c, a, b0, b1) computes c += a * b for m16n8k16, with the fragments of ptx/mma.cuh
 
 // The constants of the host (gemm_mma_config.cuh), and those that follow from them.
 template <class Host>
@@ -87,13 +87,13 @@ struct GemmMma : Host {
   };
 };
 
-template <class C, class Copy, class Mma>
+template <class C, class Copy>
 __device__ __forceinline__ void gemm_mma(const typename C::T* x, const uint32_t* qweight,
                                          const typename C::Scale* scales, const void* zeros,
                                          const typename C::Bias* bias, const typename C::T* residual, typename C::T* y,
                                          float* partials, uint32_t* counters, int m, int n, int k, int group_size,
                                          int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high,
-                                         Copy copy, Mma mma) {
+                                         Copy copy) {
   using T = typename C::T;
   using Scale = typename C::Scale;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -261,13 +261,13 @@ __device__ __forceinline__ void gemm_mma(const typename C::T* x, const uint32_t*
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
-        for (int i = 0; i < C::kTilesN; ++i) mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);
+        for (int i = 0; i < C::kTilesN; ++i) mma<T>(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);
         if constexpr (C::kZeros == Zeros::kOffset) {
           // An offset contributes offset * (sum of x over the group) to y. An mma whose operand A is all ones computes
           // this sum.
           constexpr uint32_t kOne = sizeof(T) == 2 && Codes<T>::kMagic == 0x64006400u ? 0x3c003c00u : 0x3f803f80u;
           const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
-          mma(x_sums[pair * 2 + j], ones, b[j * 2], b[j * 2 + 1]);
+          mma<T>(x_sums[pair * 2 + j], ones, b[j * 2], b[j * 2 + 1]);
         }
       }
     }

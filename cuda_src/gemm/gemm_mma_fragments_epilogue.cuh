@@ -4,30 +4,11 @@
 // from the first to the last.
 #pragma once
 
+#include "common/reduce.cuh"
 #include "gemm/gemm_mma_fragments.cuh"
 
-constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
-constexpr int kCtaSums = kBlockM * kBlockN;              // number of partial sums of a CTA
-
-// Signals that this CTA has written its partial sums of a unit.
-__device__ __forceinline__ void signal_partial_sums(uint32_t* counter) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(counter, 1u);
-}
-
-// Waits until `sharers` other CTAs have written their partial sums of a unit, and resets the counter.
-__device__ __forceinline__ void wait_for_partial_sums(uint32_t* counter, uint32_t sharers) {
-  if (threadIdx.x == 0) {
-    while (*const_cast<volatile uint32_t*>(counter) != sharers) {
-    }
-    *counter = 0;
-    __threadfence();
-  }
-  __syncthreads();
-}
-
 // Eight adjacent columns of one row of float32 sums.
+template <class C>
 struct Sums {
   float values[8] = {};
 
@@ -42,11 +23,11 @@ struct Sums {
   // Adds the accumulators of all slices, whose first one is at `source`.
   __device__ __forceinline__ void add_slices(const float* source) {
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
+    for (int slice = 0; slice < C::kSlices; ++slice) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Vector<float, 4> four;
-        load<true>(four, source + slice * (kPassRows * kPitch) + half * 4);
+        load<true>(four, source + slice * (C::kPassRows * C::kPitch) + half * 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[half * 4 + i] += four.values[i];
       }
@@ -62,60 +43,89 @@ struct Sums {
 };
 
 // Where a CTA stores a unit.
+template <class C>
 struct Output {
-  Epilogue<X, Config> epilogue;
-  X* y;
-  float* partials;  // float32 [CTA][kBlockM][kBlockN]
+  using T = typename C::T;
+
+  Epilogue<T, C> epilogue;
+  ResidualStream<C::kOrdersY> stream;
+  T* y;
+  float* partials;       // float32 [CTA][kBlockM][kBlockN]
+  const float* factors;  // with kRmsNormsX: float32 [kBlockM], in shared memory
   int m, n, ldy;
 
+  // Returns the number of columns of y.
+  __device__ __forceinline__ int n_out() const { return C::kGated ? n / 2 : n; }
+
   // Sums and stores rows `first` .. `first` + kPassRows - 1 of the tile, whose accumulators are in shared memory.
-  __device__ __forceinline__ void store_pass(const float* accumulators, const Scheduler& scheduler,
+  __device__ __forceinline__ void store_pass(const float* accumulators, const typename C::Scheduler& scheduler,
                                              const TileCoordinates& tile, int first) const {
-    const int n_out = kGated ? n / 2 : n;
-    const int rows = min(kPassRows, m - tile.m_block * kBlockM - first);
-    const bool is_complete = !kStreamK || scheduler.has_last_k_tile();
+    const int rows = min(C::kPassRows, m - tile.m_block * C::kBlockM - first);
+    const bool is_complete = !C::kStreamK || scheduler.has_last_k_tile();
     const int first_sharer =
-        kStreamK && scheduler.adds_partial_sums() ? scheduler.first_sharer() : scheduler.cluster_idx;
-    constexpr int kVectors = kStoreN / 8;
+        C::kStreamK && scheduler.adds_partial_sums() ? scheduler.first_sharer() : scheduler.cluster_idx;
+    constexpr int kVectors = C::kStoreN / 8;
 #pragma unroll 1
-    for (int index = threadIdx.x; index < rows * kVectors; index += kThreads) {
-      const int row = index / kVectors;
-      const int column = index % kVectors * 8;
-      if (tile.n_block * kStoreN + column >= n_out) continue;
-      Sums sums[kGated + 1];
+    for (int index = threadIdx.x; index < rows * kVectors; index += C::kThreads) {
+      const int row = first + index / kVectors;  // in the tile
+      const int local_column = index % kVectors * 8;
+      const int column = tile.n_block * C::kStoreN + local_column;
+      const bool is_valid = column < n_out();
+      float square_sum = 0.0f;
+      if (is_valid) {
+        Sums<C> sums[C::kGated + 1];
 #pragma unroll
-      for (int half = 0; half <= kGated; ++half) {
-        const int local_column = half * kStoreN + column;
-        const int offset = (first + row) * kBlockN + local_column;
-        sums[half].add_slices(accumulators + row * kPitch + local_column);
-        for (int other = first_sharer; other < scheduler.cluster_idx; ++other) {
-          sums[half].add_partial(partials + static_cast<int64_t>(other) * kCtaSums + offset);
+        for (int half = 0; half <= C::kGated; ++half) {
+          const int offset = row * C::kBlockN + half * C::kStoreN + local_column;
+          sums[half].add_slices(accumulators + (row - first) * C::kPitch + half * C::kStoreN + local_column);
+          for (int other = first_sharer; other < scheduler.cluster_idx; ++other) {
+            sums[half].add_partial(partials + static_cast<int64_t>(other) * C::kCtaSums + offset);
+          }
+          if (!is_complete) {
+            sums[half].write(partials + static_cast<int64_t>(scheduler.cluster_idx) * C::kCtaSums + offset);
+          }
+          if constexpr (C::kRmsNormsX) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[half].values[i] *= factors[row];
+          }
         }
-        if (!is_complete) {
-          sums[half].write(partials + static_cast<int64_t>(scheduler.cluster_idx) * kCtaSums + offset);
-        }
+        if (is_complete) square_sum = store_vector(sums, tile.m_block * C::kBlockM + row, column);
       }
-      if (is_complete) {
-        store_vector(sums, tile.m_block * kBlockM + first + row, tile.n_block * kStoreN + column);
+      if constexpr (C::kAddsToStream) {
+        if (is_complete) stream.store_square_sum(square_sum, is_valid, tile.m_block * C::kBlockM + row, column, n);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void store_vector(const Sums (&sums)[kGated + 1], int row, int column) const {
-    const Vector<X, 8> residuals = epilogue.template residuals<kAligned>(row, column);
-    Vector<X, 8> out;
+  // Stores eight columns; with kAddsToStream, returns the sum of h^2 over them.
+  __device__ __forceinline__ float store_vector(const Sums<C> (&sums)[C::kGated + 1], int row, int column) const {
+    const Vector<T, 8> residuals = epilogue.template residuals<C::kAligned>(row, column);
+    float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float value;
-      if constexpr (kGated) {
-        value = epilogue.product(sums[0].values[i], sums[1].values[i], column + i);
+      if constexpr (C::kGated) {
+        values[i] = epilogue.product(sums[0].values[i], sums[1].values[i], column + i);
       } else {
-        value = epilogue.activate(epilogue.biased(sums[0].values[i], column + i));
+        values[i] = epilogue.activate(epilogue.biased(sums[0].values[i], column + i));
       }
-      if constexpr (kHasResidual) value += to_float(residuals.values[i]);
-      out.values[i] = from_float<X>(value);
+      if constexpr (C::kHasResidual) values[i] += to_float(residuals.values[i]);
     }
-    store<kAligned>(y + static_cast<int64_t>(row) * ldy + column, out);
+    T* const y_row = y + static_cast<int64_t>(row) * ldy;
+    float square_sum = 0.0f;
+    Vector<T, 8> out;
+    if constexpr (C::kAddsToStream) {
+      const auto part = stream.part(row, column, n);
+      square_sum = stream.add(values, part, row, column, n);
+      if constexpr (C::kOrdersY) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y_row[part.positions.values[i]] = from_float<T>(values[i]);
+        return square_sum;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out.values[i] = from_float<T>(values[i]);
+    store<C::kAligned>(y_row + column, out);
+    return square_sum;
   }
 };

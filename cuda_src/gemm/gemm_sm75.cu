@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_75: with float16 x, two mma m16n8k8 per step of 16 along k, and
-// copies through registers. gemm_mma.cuh describes the arguments.
+// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_75: with float16 x, and copies through registers. gemm_mma.cuh describes the arguments.
 #include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "gemm/gemm_mma_config.cuh"
-#include "ptx/mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 750, "gemm_sm75 needs sm_75 or newer");
 
@@ -14,10 +12,6 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads)
     gemm_sm75(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
               const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
               int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
-  auto mma = [](float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    ptx::mma_m16n8k8_f16(c, a[0], a[1], b0);
-    ptx::mma_m16n8k8_f16(c, a[2], a[3], b1);
-  };
   gemm_mma<Kernel>(x, qweight, scales, zeros, bias, residual, y, partials, counters, m, n, k, group_size, ldx, ldq, lds,
-                   ldz, ldr, ldy, low, high, CopyDirect{}, mma);
+                   ldz, ldr, ldy, low, high, CopyDirect{});
 }

@@ -4,7 +4,6 @@
 #include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "gemm/gemm_mma_config.cuh"
-#include "ptx/mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 800, "gemm_sm80 needs sm_80 or newer");
 
@@ -14,13 +13,6 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads)
     gemm_sm80(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
               const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
               int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
-  auto mma = [](float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (kIsHalf<X>) {
-      ptx::mma_m16n8k16_f16(c, a, b0, b1);
-    } else {
-      ptx::mma_m16n8k16_bf16(c, a, b0, b1);
-    }
-  };
   gemm_mma<Kernel>(x, qweight, scales, zeros, bias, residual, y, partials, counters, m, n, k, group_size, ldx, ldq, lds,
-                   ldz, ldr, ldy, low, high, CopyAsync{}, mma);
+                   ldz, ldr, ldy, low, high, CopyAsync{});
 }

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "common/positions.cuh"
+#include "gemm/fusion_parameters.cuh"
 #include "gemm/repacked_layout.cuh"
 #include "hopper/residual_stream.cuh"
 
@@ -41,16 +41,7 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   static constexpr int kConsumerRegisters = CONSUMER_REGISTERS, kSharedBytes = SHARED_BYTES;
 };
 
-// The additional parameters of a fused GEMM.
-#if ADD_TO_STREAM || RMS_NORM_X
-#define FUSION_PARAMETERS                                                                                        \
-  float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms, \
-      POSITIONS_PARAMETER
-#define FUSION_ARGUMENTS h, norm_weight, square_sums, previous_inverse_rms, inverse_rms, POSITIONS_ARGUMENT
-#else
-#define FUSION_PARAMETERS
-#define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
-#endif
+// The additional parameters of a fused GEMM that prefetches the weight of the next one.
 #if ADD_TO_STREAM
 #define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
 #define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_up_offset

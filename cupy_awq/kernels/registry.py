@@ -23,8 +23,8 @@ from cupy_awq.kernels.dequantize.int_to_fp16 import INT_TO_FP16, Conversion
 from cupy_awq.kernels.family import AnyFamily, KernelProblem
 from cupy_awq.kernels.gemm.gather_columns import GATHER_COLUMNS, ColumnGather
 from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM75, GEMM_SM80
-from cupy_awq.kernels.gemm.gemm_simt import GEMM_SIMT
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GEMM_MMA_FRAGMENTS
+from cupy_awq.kernels.gemm.gemm_simt import GEMM_SIMT
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
 from cupy_awq.kernels.gemm.gemm_sm90_raw import GEMM_SM90_RAW

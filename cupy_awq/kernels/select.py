@@ -88,17 +88,21 @@ def families(problem: KernelProblem) -> dict[str, AnyFamily]:
 def weight_layouts(k: int, n: int, group_size: int, scales_dtype: str, zeros: str, device: Device) -> tuple[str, ...]:
     """Return the names of the layouts in which `AwqLinear` stores a weight: those that kernels read on the GPU.
 
-    The arguments are the fields of `WeightLayout`, and the GPU.
+    The arguments are the fields of `WeightLayout`, and the GPU. The kernels are those for x in the dtype of the scales.
 
     >>> from cupy_awq.runtime.device import nominal
     >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(90))
     ('awq', 'fragments')
-    >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(75))
+    >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(70))
     ('awq',)
     """
-    read = {family.layout for family in FAMILIES_OF[Problem].values() if device.refusal(family.needs) is None}
-    forms = {name: layout(k, n, group_size, scales_dtype, zeros) for name, layout in LAYOUTS.items()}
-    return tuple(name for name, form in forms.items() if name in read and form.refusal() is None)
+    x = Problem(1, n, k, group_size, scales_dtype, scales_dtype, zeros)
+    read = {
+        family.layout
+        for family in FAMILIES_OF[Problem].values()
+        if family.refusal(replace(x, layouts=(family.layout,)), device) is None
+    }
+    return tuple(name for name in LAYOUTS if name in read)
 
 
 def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:

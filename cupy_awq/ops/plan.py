@@ -17,6 +17,7 @@ from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, Problem
+from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.ops.gather_columns import ActivationOrder
 from cupy_awq.ops.prepared_gemm import MAX_DISJOINT, PreparedGemm, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
@@ -364,9 +365,9 @@ def _is_supported(problem: Problem, gpu: Device) -> bool:
 def plan_prefetch(weight: PackedWeight, fraction: float) -> tuple[Array | None, NextWeight]:
     """Return the repacked weight of a gate and up projection, and its `NextWeight`: the first ``fraction`` of both.
 
-    Without a repacked copy of the weight, nothing is prefetched.
+    Without a repacked copy of the weight, or kernels that prefetch, nothing is prefetched.
     """
-    if not isinstance(weight, RepackedWeight):
+    if not isinstance(weight, RepackedWeight) or not device.of(weight.spec.device).has(*HOPPER):
         return None, NO_PREFETCH
     spec = weight.spec
     layout = FragmentLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)

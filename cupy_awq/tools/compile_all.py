@@ -18,8 +18,7 @@ from dataclasses import replace
 
 from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.gemm import gather_columns, gemm_sm90
-from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM80
+from cupy_awq.kernels.gemm import fragments, gather_columns, gemm_sm90
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from cupy_awq.kernels.registry import FAMILIES_OF
@@ -70,15 +69,12 @@ def _configurations(problem: KernelProblem, gpu: device.Device, families: Iterab
 def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
     """Yield the kernels that read the AWQ layout in every configuration, for each dtype and group sizes 128 and 32."""
     k, n = SHAPES[0]
-    families = set(FAMILIES_OF[Problem])
-    if gpu.has(*GEMM_SM80.needs):
-        families.remove("gemm_sm75")  # gemm_sm75 is legal here, but selected only by kernel="gemm_sm75"
     for dtype, group_size, m, may_prefetch in itertools.product(
         ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
     ):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
         yield from _configurations(
-            Problem(m, n, k, group_size, dtype, scales, may_prefetch_weights=may_prefetch), gpu, families
+            Problem(m, n, k, group_size, dtype, scales, may_prefetch_weights=may_prefetch), gpu, FAMILIES_OF[Problem]
         )
 
 
@@ -88,13 +84,17 @@ def _fragment_layout(gpu: device.Device) -> Iterator[Kernel]:
     All legal configurations would be too many.
     """
     for dtype, m, (k, n), is_even in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES, (False, True)):
+        if FRAGMENTS not in select.weight_layouts(k, n, 128, dtype, "packed", gpu):
+            continue
         problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS), even_scales=is_even)
         yield FragmentLayout.of(problem).pack(gpu).kernel
         yield select.choose(problem, gpu).plan.kernel
+        if m <= fragments.MAX_FUSED_ROWS:
+            yield select.choose(_fused(problem), gpu).plan.kernel
 
 
 def _hopper_fragments(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the kernels of `_fragment_layout` on a Hopper GPU, which also fuse parts of a decoder layer."""
+    """Yield the kernels of `_fragment_layout` on a Hopper GPU."""
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS))
         yield FragmentLayout.of(problem).pack(gpu).kernel
@@ -102,15 +102,18 @@ def _hopper_fragments(gpu: device.Device) -> Iterator[Kernel]:
         gathering = replace(problem, gathers_x=True)
         if gather_columns.is_fused(gathering, gpu):
             yield select.choose(gathering, gpu).plan.kernel
-        if m <= gemm_sm90.MAX_FUSED_ROWS:
-            fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
-            if n > 3 * k:
-                fused = replace(fused, gated=True, activation="silu")
-            yield select.choose(fused, gpu).plan.kernel
+        if m <= fragments.MAX_FUSED_ROWS:
+            yield select.choose(_fused(problem), gpu).plan.kernel
         if m >= 256:
             large = _configurations(problem, gpu, ["gemm_sm90_large"])
             # Kernels with other tile heights, which serve other M, are compiled on first use.
             yield from (kernel for kernel in large if int(dict(kernel.defines)["BLOCK_M"]) % 128 == 0)
+
+
+def _fused(problem: Problem) -> Problem:
+    """Return the problem with the fusion that it has in a decode step, as far as its shape tells."""
+    fused = replace(problem, fusion=Fusion("add_to_stream" if problem.k >= problem.n else "rms_norm_x"))
+    return replace(fused, gated=True, activation="silu") if problem.n > 3 * problem.k else fused
 
 
 def _batch_invariant(gpu: device.Device) -> Iterator[Kernel]:

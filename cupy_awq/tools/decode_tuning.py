@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.gemm.gemm_sm90 import MAX_FUSED_ROWS
+from cupy_awq.kernels.gemm.fragments import MAX_FUSED_ROWS
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.kernels.tiling import next_tuned_m

@@ -16,6 +16,8 @@ POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
 ROUNDED_MIN_M = 33
 """The smallest M for rounded products of weights and scales, as fewer rows promise the bits of unrounded weights."""
+MAX_FUSED_ROWS = 32
+"""The largest M of a GEMM with a `Fusion`; at M = 32 fusion saves only 1% of a decoder layer's time on an H100."""
 
 
 def fragment_refusal(problem: Problem, device: Device, needs: Iterable[Capability]) -> str | None:
@@ -35,6 +37,17 @@ def fragment_refusal(problem: Problem, device: Device, needs: Iterable[Capabilit
     if problem.gated and problem.n % (2 * WEIGHT_TILE_N):
         return f"needs N to be a multiple of {2 * WEIGHT_TILE_N} when gated, not {problem.n}"
     return FragmentLayout.of(problem).refusal()
+
+
+def fusion_refusal(problem: Problem) -> str | None:
+    """Return the reason why kernels that fuse the residual stream cannot do so for the problem, or None."""
+    if problem.fusion and problem.batch_invariant:
+        return "cannot fuse the residual add or RMSNorm of a decoder if batch-invariant"
+    if problem.fusion and problem.m > MAX_FUSED_ROWS:
+        return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
+    if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
+        return "cannot add a gated, unaligned or residual result to the residual stream"
+    return None
 
 
 def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:

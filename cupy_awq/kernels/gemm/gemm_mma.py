@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from cupy_awq.kernels.family import Family, Reduction, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
@@ -11,6 +12,8 @@ from cupy_awq.kernels.gemm.reduction import slice_begins
 from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
+
+Needs: TypeAlias = tuple[Capability, ...]
 
 BLOCK_K = 64
 """The extent of a pipeline stage along K: its number of rows of W."""
@@ -99,9 +102,13 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
 
     layout = AWQ
 
-    def __init__(self, name: str, needs: tuple[Capability, ...], dtypes: tuple[str, ...], stages: int) -> None:
+    def __init__(
+        self, name: str, needs: Needs, dtypes: tuple[str, ...], stages: int, replaced_by: Needs | None = None
+    ) -> None:
+        """Create the family; GPUs with the capabilities ``replaced_by`` have another one that is faster."""
         self.NAME = name
         self.needs = needs
+        self._replaced_by = replaced_by
         self._dtypes = dtypes
         self._stages = stages
 
@@ -109,6 +116,8 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
         reason = awq_layout_refusal(problem) or device.refusal(self.needs)
         if reason is not None:
             return reason
+        if self._replaced_by is not None and device.has(*self._replaced_by):
+            return "serves GPUs on which gemm_sm80 cannot run"
         if problem.dtype not in self._dtypes:
             return f"takes x of {' or '.join(self._dtypes)}, not {problem.dtype}"
         if problem.group_size % MMA_K:
@@ -175,5 +184,5 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
         return Workspace(tiles * config.split_k * config.block_m * config.block_n * 4, tiles)
 
 
-GEMM_SM75 = GemmMma("gemm_sm75", (Capability.MMA_M16N8K8,), ("float16",), stages=2)
 GEMM_SM80 = GemmMma("gemm_sm80", (Capability.MMA_M16N8K16, Capability.CP_ASYNC), ("float16", "bfloat16"), stages=3)
+GEMM_SM75 = GemmMma("gemm_sm75", (Capability.MMA_M16N8K8,), ("float16",), stages=2, replaced_by=GEMM_SM80.needs)

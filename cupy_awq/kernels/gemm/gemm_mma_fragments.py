@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cupy_awq.kernels.family import Family, Reduction, Workspace
-from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal
+from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal, fusion_refusal
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
 from cupy_awq.kernels.hopper import HOPPER, p_norm
@@ -19,10 +19,10 @@ from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "gemm_mma_fragments"
-NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
+NEEDS = Capability.MMA_M16N8K8, Capability.LDMATRIX
 """The capabilities that the kernel needs."""
-MMA_ROWS = 16
-"""The largest M for which the tensor cores also sum x, which takes one more mma per 32 columns and 8 rows."""
+FEW_ROWS = 16
+"""The largest M of a tile of 8 or 16 rows, whose slices of K are single warps."""
 MAX_GATED_BYTES = 1 << 33
 """The largest size of a gated weight, whose up projection lies within 32-bit offsets of the gate projection."""
 MAX_STAGES = 8
@@ -30,7 +30,7 @@ MAX_STAGES = 8
 RESERVED_BYTES = 1024
 """The shared memory that the CUDA driver reserves per CTA, in bytes."""
 
-Math = Literal["kRaw", "kExact", "kScaled", "kFused"]
+Math = Literal["kExact", "kScaled", "kFused"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GemmFragmentsCosts:
 
 
 COSTS = GemmFragmentsCosts()
-CONVERT = {"kRaw": 5, "kExact": 9, "kFused": 9, "kScaled": 13}
+CONVERT = {"kExact": 9, "kFused": 9, "kScaled": 13}
 """The number of instructions that convert a word of eight codes to operand A, with float16 x, by ``math``."""
 BFLOAT16_CONVERT = 2
 """The number of further instructions with bfloat16 x."""
@@ -89,6 +89,7 @@ class GemmFragmentsConfig:
         warps_n: number of warps per slice of K, side by side along n.
         warps_k: number of slices of K per CTA.
         stage_k: extent of a pipeline stage along K, 64 or 128.
+        is_async: whether cp.async copies, or else the threads, through registers.
         stages: number of pipeline stages per slice.
         ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
         ctas: number of CTAs of the launch, which compute one tile after another.
@@ -104,6 +105,7 @@ class GemmFragmentsConfig:
     warps_n: int
     warps_k: int
     stage_k: int
+    is_async: bool = True
     stages: int = 2
     ctas_per_sm: int = 1
     ctas: int = 1
@@ -146,7 +148,8 @@ class GemmFragmentsConfig:
     def shared_bytes(self, problem: Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         ring = self.warps_k * self.stages * self.stage_bytes(problem)
-        return max(ring, self.warps_k * self.pass_rows * (self.block_n + 4) * 4)
+        factors = 4 * self.block_m if problem.rms_norms_x else 0
+        return max(ring, self.warps_k * self.pass_rows * (self.block_n + 4) * 4) + factors
 
     def units(self, problem: Problem) -> int:
         """Return the number of CTA tiles of y."""
@@ -154,22 +157,24 @@ class GemmFragmentsConfig:
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
-    if problem.fusion:
-        return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.gathers_x:
         return "cannot gather the columns of x"
     if device.has(*HOPPER):
         return "serves GPUs on which gemm_sm90 cannot run"
+    if problem.dtype == "bfloat16" and not device.has(Capability.BFLOAT16):
+        return f"needs {Capability.BFLOAT16.archs} for bfloat16 x, not sm_{device.arch}"
     if problem.gated and FragmentLayout.of(problem).nbytes > MAX_GATED_BYTES:
         return f"needs a gated weight of at most {MAX_GATED_BYTES >> 30} GiB"
-    return fragment_refusal(problem, device, NEEDS)
+    return fusion_refusal(problem) or fragment_refusal(problem, device, NEEDS)
 
 
 def reduction(config: GemmFragmentsConfig, problem: Problem) -> Reduction | None:
     """Return the order of the additions along K, or None for the mathematics and stream-K of which it depends on M."""
     if config.stream_k_units or config.math not in ("kExact", "kScaled"):
         return None
-    math = "mma with scaled weights" if config.math == "kScaled" else "mma with scaled accumulators"
+    math = "mma with scaled weights"
+    if config.math == "kExact":
+        math = f"mma with accumulators scaled after {min(config.stage_k, problem.group_size)} rows"
     return Reduction(math, (0,), config.warps_k, 1 if config.warps_k > 1 else 0)
 
 
@@ -186,13 +191,13 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
                 for stage_k in (128, 64):
-                    shape = GemmFragmentsConfig(
-                        math, block_m, x_rows, layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
-                    )
+                    sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
+                    is_async = device.has(Capability.CP_ASYNC)
+                    shape = GemmFragmentsConfig(math, block_m, x_rows, *sizes, is_async)
                     config = _with_stages(shape, layout.ctas_per_sm, problem, device)
                     if config is not None:
                         yield from _divided(config, problem, device)
-                    if config is not None or math in ("kRaw", "kExact"):
+                    if config is not None and not problem.batch_invariant:
                         break
 
 
@@ -201,8 +206,6 @@ def _maths(problem: Problem) -> tuple[Math, ...]:
     is_wide = problem.dtype == "float16" and problem.wide_scales
     if problem.batch_invariant:
         return ("kExact",) if is_wide else ("kExact", "kScaled")
-    if problem.m <= MMA_ROWS:
-        return ("kRaw",)
     if problem.m < ROUNDED_MIN_M or is_wide:
         return ("kExact",)
     return ("kFused",) if problem.dtype == "float16" and problem.even_scales else ("kScaled",)
@@ -211,10 +214,10 @@ def _maths(problem: Problem) -> tuple[Math, ...]:
 def _heights(m: int, math: Math) -> list[int]:
     """Return the values of ``block_m`` to try: those that divide M evenly.
 
-    >>> _heights(5, "kRaw"), _heights(40, "kScaled"), _heights(200, "kScaled"), _heights(200, "kExact")
+    >>> _heights(5, "kExact"), _heights(40, "kScaled"), _heights(200, "kScaled"), _heights(200, "kExact")
     ([8], [16, 32, 48], [64, 96, 128], [64])
     """
-    if m <= MMA_ROWS:
+    if m <= FEW_ROWS:
         return [ceil_div(m, 8) * 8]
     if m <= 64:
         return sorted({ceil_div(m, tiles * 16) * 16 for tiles in (1, 2, 3)})
@@ -236,9 +239,9 @@ class Layout(NamedTuple):
 def _layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     """Return the layouts of the warps to try: those that are the fastest for some weight and whose registers fit."""
     few_groups = FragmentLayout.of(problem).groups <= 2
-    if math == "kRaw" and block_m == 8:
+    if block_m == 8:
         return Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
-    if math == "kRaw":
+    if block_m == 16 and problem.m <= FEW_ROWS:
         return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(2, 1, 4, 2 if few_groups else 1)
     if block_m <= 32:
         narrow = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4, 2)
@@ -264,9 +267,10 @@ def _with_stages(
     shape: GemmFragmentsConfig, ctas_per_sm: int, problem: Problem, device: Device
 ) -> GemmFragmentsConfig | None:
     """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not."""
+    most = MAX_STAGES if shape.is_async else 2
     for ctas in range(ctas_per_sm, 0, -1):
         limit = min(device.shared_bytes_per_sm // ctas - RESERVED_BYTES, device.shared_bytes_per_block)
-        stages = min(MAX_STAGES, limit // (shape.warps_k * shape.stage_bytes(problem)))
+        stages = min(most, limit // (shape.warps_k * shape.stage_bytes(problem)))
         config = replace(shape, ctas_per_sm=ctas, stages=stages)
         if stages >= 2 and config.shared_bytes(problem) <= limit:
             return config
@@ -294,10 +298,12 @@ def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> I
 def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters and x.
+    The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters, x and, without
+    ``next_weight``, `Fusion.buffers`.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *fragment_defines(problem),
+        ("ASYNC", int(config.is_async)),
         ("MATH", config.math),
         ("BLOCK_M", config.block_m),
         ("X_ROWS", config.x_rows),
@@ -310,17 +316,22 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("STREAM_K", int(config.stream_k_units > 0)),
         ("SHARED_BYTES", config.shared_bytes(problem)),
+        ("ADD_TO_STREAM", int(problem.adds_to_stream)),
+        ("RMS_NORM_X", int(problem.rms_norms_x)),
+        ("ORDER_OUT", int(problem.orders_y)),
     )
     strides = problem.row_strides
     sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, strides.x)
     stream_k = (config.stream_k_units, config.stream_k_ctas)
     factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
+    factors += (problem.fusion.eps if problem.fusion else 0.0,)
+    fusion_buffers = [name for name in problem.fusion.buffers if name != "next_weight"] if problem.fusion else []
     scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, factors))
     return LaunchPlan(
-        Kernel("gemm/gemm_mma_fragments.cu", NAME, defines, device.target),
+        Kernel(f"gemm/{NAME}.cu", NAME, defines, device.target),
         (config.ctas, 1, 1),
         (config.threads, 1, 1),
-        ("weight", "bias", "residual", "y", "partials", "counters", "x", *scalars),
+        ("weight", "bias", "residual", "y", "partials", "counters", *fusion_buffers, "x", *scalars),
         config.shared_bytes(problem),
     )
 
@@ -377,8 +388,8 @@ def _warp_us(config: GemmFragmentsConfig, problem: Problem) -> float:
     per mma tile of 8 rows, half an ldmatrix and the float32 sums of a group; per k tile, copies and loop control.
     """
     columns, rows = 2 * config.weight_tiles, ceil_div(config.block_m, 8)
-    groups, sums = FragmentLayout.of(problem).groups, {"kRaw": 2, "kExact": 1}.get(config.math, 0)
-    mmas = 8 * columns * rows + (8 * rows if config.math == "kRaw" else 0)
+    groups, sums = FragmentLayout.of(problem).groups, int(config.math == "kExact")
+    mmas = 8 * columns * rows
     convert = CONVERT[config.math] + (BFLOAT16_CONVERT if problem.dtype == "bfloat16" else 0)
     others: float = 8 * columns * convert + 4 * rows + 4 * columns + (4 * sums * columns * rows + 6 * columns) * groups
     others += 48 * config.x_rows / (32 * config.warps_n) + 5 * config.weight_tiles + 45

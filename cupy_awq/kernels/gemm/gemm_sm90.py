@@ -18,6 +18,7 @@ from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
     fragment_defines,
     fragment_refusal,
+    fusion_refusal,
     has_split_scales,
     x_tensor_map,
 )
@@ -44,22 +45,14 @@ MAX_HEIGHTS = 3
 """The largest number of values of ``block_m`` to try for the wgmma kernel, for one tile width and split-K factor."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
-MAX_FUSED_ROWS = 32
-"""The largest M of a GEMM with a `Fusion`; at M = 32 fusion saves only 1% of a decoder layer's time on an H100."""
 SQUARE_SUM_COLUMNS = 32
 """The number of residual-stream columns per element of ``square_sums``; kSquareSumColumns in CUDA must be equal."""
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
-    if problem.fusion and problem.batch_invariant:
-        return "cannot fuse the residual add or RMSNorm of a decoder if batch-invariant"
-    if problem.fusion and problem.m > MAX_FUSED_ROWS:
-        return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
-    if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
-        return "cannot add a gated, unaligned or residual result to the residual stream"
     if problem.gathers_x and (problem.m > GATHER_MAX_M or problem.k > GATHER_MAX_K or problem.fusion):
         return f"gathers the columns of x only for M <= {GATHER_MAX_M} and K <= {GATHER_MAX_K}, without a fusion"
-    return fragment_refusal(problem, device, HOPPER)
+    return fusion_refusal(problem) or fragment_refusal(problem, device, HOPPER)
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
