@@ -108,7 +108,7 @@ def test_a_gpu_multiplies_by_8_bit_codes(tmp_path: Path, monkeypatch: pytest.Mon
     found = logits(tmp_path / "m.gguf", SimulatedOps, device_index=0, dtype=dtype)
     wanted = logits(tmp_path / "m.gguf", NumpyOps)
     assert np.abs(found - wanted).max() <= (0.01 if dtype == FLOAT16 else 0.08) * np.abs(wanted).max()
-    assert ("dense_int8_sm80" in entries, "dense_sm80" in entries) == (dtype == FLOAT16, dtype == BFLOAT16)
+    assert ("dense_int8_mma" in entries, "dense_mma" in entries) == (dtype == FLOAT16, dtype == BFLOAT16)
 
 
 @pytest.mark.usefixtures("simulated")

@@ -10,7 +10,8 @@ import pytest
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import OUTSIDE, RACE, VALUES, Seed, assert_caught
 
-MAIN, EPILOGUE = "gemm/gemm_mma_fragments.cu", "gemm/gemm_mma_fragments_epilogue.cuh"
+MAIN, COPIES = "gemm/gemm_mma_fragments.cu", "gemm/gemm_mma_fragments_copies.cuh"
+EPILOGUE, REDUCE = "gemm/gemm_mma_fragments_epilogue.cuh", "common/reduce.cuh"
 FEW = Problem(3, 104, 1088, 32, layouts=(AWQ, FRAGMENTS))
 """Warps that share no stage: three k tiles per slice, K ends within a weight tile, four groups per weight tile."""
 MANY = Problem(40, 232, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS))
@@ -47,27 +48,27 @@ def shared(old: str, new: str, caught: tuple[str, str]) -> Seed:
 
 
 IN_FLIGHT = ("in flight", "race")
-NEXT_WAIT, SYNC = "cp_async_wait_group<kStages - 2>();\n", "      sync_slice(slice_);\n      const int refilled"
+NEXT_WAIT, SYNC = "cp_async_wait_group<C::kStages - 2>();\n", "      sync_slice<C>(slice_);\n      const uint32_t next"
 SEEDS = {
     "a wait for one group of copies too few": many(NEXT_WAIT, NEXT_WAIT.replace("2", "1"), IN_FLIGHT),
     "a wait for one group of copies too few, with few rows": few(NEXT_WAIT, NEXT_WAIT.replace("2", "1"), IN_FLIGHT),
-    "warps read a stage that other warps still copy": many(SYNC, "      const int refilled", RACE),
-    "the wrong stage is refilled": few("% kParts>(refilled)", "% kParts>(stage_idx)", RACE),
+    "warps read a stage that other warps still copy": many(SYNC, "      const uint32_t next", RACE),
+    "the wrong stage is refilled": few("% C::kParts>(finished)", "% C::kParts>(stage_idx)", RACE),
     "words of the wrong step of 16 k": many(".values[step % 4]", ".values[(step + 1) % 4]", VALUES),
     "a weight tile past the last tile column": Seed(
-        "gemm_mma_fragments", 80, MAIN, "min(index, columns.last)", "index", OUTSIDE,
+        "gemm_mma_fragments", 80, COPIES, "min(index, columns.last)", "index", OUTSIDE,
         Problem(40, 104, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS)),
         {**MANY_CONFIG, "weight_tiles": 2, "ctas": 1},
     ),
     "rows of x past the last row": many(
-        "min(index / 8 % kXRows, m - 1 - row_begin)", "index / 8 % kXRows", OUTSIDE,
+        "min(index / 8 % C::kXRows, m - 1 - row_begin)", "index / 8 % C::kXRows", OUTSIDE, COPIES,
     ),
-    "no zeros past the end of K": few("< k_left_ ? 16 : 0", "< k_left_ ? 16 : 16", OUTSIDE),
+    "no zeros past the end of K": few("* 64 < k_left_);", "* 64 < k_left_ + 64);", OUTSIDE, COPIES),
     "the first group of a weight tile for all of its groups": few(
-        "load_group(stage, (kStep + 1) / kGroupSteps)", "load_group(stage, 0)", VALUES,
+        "load_group(stage, (kStep + 1) / C::kGroupSteps)", "load_group(stage, 0)", VALUES,
     ),
     "the swizzle of a pass of four rows": Seed(
-        "gemm_mma_fragments", 80, MAIN, "x_target_ ^ i % 2 * 64 : x_target_", "x_target_ : x_target_", VALUES,
+        "gemm_mma_fragments", 80, COPIES, "x_target_ ^ i % 2 * 64 : x_target_", "x_target_ : x_target_", VALUES,
         Problem(8, 104, 1088, 32, layouts=(AWQ, FRAGMENTS)), {**FEW_CONFIG, "x_rows": 8},
     ),
     "accumulators overwrite stages that other slices still read": many(
@@ -75,7 +76,7 @@ SEEDS = {
         "",
         RACE,
     ),
-    "accumulators of one slice only": few("slice < kSlices; ++slice", "slice < 1; ++slice", VALUES, EPILOGUE),
+    "accumulators of one slice only": few("slice < C::kSlices; ++slice", "slice < 1; ++slice", VALUES, EPILOGUE),
     "partial sums are not fenced before the signal": shared(
         "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd",
         "  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd", RACE,

@@ -8,7 +8,7 @@
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k is a multiple of 8. Architectures: all; on sm_80 and newer, dense_sm80 is used if k is a multiple of 32.
+// Limits: k is a multiple of 8. Architectures: all; on sm_75 and newer, dense_mma is used if k is a multiple of 32.
 // Each warp computes one element of y.
 #include "decoder/dependent_launch.cuh"
 

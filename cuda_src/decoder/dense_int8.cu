@@ -10,7 +10,7 @@
 //   y            Y [m, n]
 //
 // Each weight is rounded once to X, so y equals the result of dense with the dequantized weight.
-// Limits: k a multiple of BLOCK, BLOCK a multiple of 8. Architectures: all; on sm_80 and newer dense_int8_sm80 runs.
+// Limits: k a multiple of BLOCK, BLOCK a multiple of 8. Architectures: all; on sm_75 and newer dense_int8_mma runs.
 // Each warp computes one element of y.
 #include "decoder/dependent_launch.cuh"
 

@@ -96,13 +96,14 @@ def weight_layouts(k: int, n: int, group_size: int, scales_dtype: str, zeros: st
     >>> weight_layouts(4096, 4096, 128, "float16", "packed", nominal(70))
     ('awq',)
     """
-    x = Problem(1, n, k, group_size, scales_dtype, scales_dtype, zeros)
-    read = {
-        family.layout
-        for family in FAMILIES_OF[Problem].values()
-        if family.refusal(replace(x, layouts=(family.layout,)), device) is None
+    problems = {
+        name: Problem(1, n, k, group_size, scales_dtype, scales_dtype, zeros, layouts=(name,)) for name in LAYOUTS
     }
-    return tuple(name for name in LAYOUTS if name in read)
+    return tuple(
+        name
+        for name, problem in problems.items()
+        if any(family.refusal(problem, device) is None for family in FAMILIES_OF[Problem].values())
+    )
 
 
 def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:

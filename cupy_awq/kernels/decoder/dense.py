@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dense_sm80``, ``dense`` and their ``dense_int8`` forms: GEMMs with a weight in 16 or 8 bits, such as LM heads.
+"""``dense_mma``, ``dense`` and their ``dense_int8`` forms: GEMMs with a weight in 16 or 8 bits, such as LM heads.
 
-The kernels with "sm80" in their names use tensor cores.
+The kernels with "mma" in their names use tensor cores, from sm_75 on; for bfloat16, from sm_80 on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 DENSE_BLOCK_M = 16
-"""The number of rows of x per block of ``dense_sm80``."""
+"""The number of rows of x per block of ``dense_mma``."""
 DENSE_MAX_M = 128
-"""The largest number of rows of x that the CTAs of ``dense_sm80`` compute while the weight is read once."""
+"""The largest number of rows of x that the CTAs of ``dense_mma`` compute while the weight is read once."""
 DENSE_THREADS = 512
-"""The number of threads per CTA of ``dense_sm80``."""
+"""The number of threads per CTA of ``dense_mma``."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class DenseProduct(MemoryBoundProblem):
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """A configuration of ``dense_sm80``.
+    """A configuration of ``dense_mma``.
 
     Attributes:
         tiles: number of tiles of 8 columns of y per CTA.
@@ -111,10 +111,10 @@ class DenseConfig:
     split_k = 1
 
 
-class DenseSm80(Family[DenseProduct, DenseConfig]):
-    """The families ``dense_sm80`` and, with ``has_codes``, ``dense_int8_sm80``."""
+class DenseMma(Family[DenseProduct, DenseConfig]):
+    """The families ``dense_mma`` and, with ``has_codes``, ``dense_int8_mma``."""
 
-    needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC
+    needs = (Capability.MMA_M16N8K8,)
 
     def __init__(self, name: str, has_codes: bool) -> None:
         self.NAME = name
@@ -122,6 +122,8 @@ class DenseSm80(Family[DenseProduct, DenseConfig]):
 
     def refusal(self, problem: DenseProduct, device: Device) -> str | None:
         reason = problem.weight_refusal(self._has_codes) or device.refusal(self.needs)
+        if reason is None and problem.dtype == "bfloat16":
+            reason = device.refusal([Capability.BFLOAT16])
         if reason is None and problem.k % 32:
             return f"needs K to be a multiple of 32, not {problem.k}"
         return reason
@@ -178,7 +180,7 @@ class DenseSimt(SoleConfigFamily[DenseProduct]):
         return plan_launch(device, self.NAME, problem.defines(), grid, THREADS, arguments)
 
 
-DENSE_SM80 = DenseSm80("dense_sm80", has_codes=False)
-DENSE_INT8_SM80 = DenseSm80("dense_int8_sm80", has_codes=True)
+DENSE_MMA = DenseMma("dense_mma", has_codes=False)
+DENSE_INT8_MMA = DenseMma("dense_int8_mma", has_codes=True)
 DENSE = DenseSimt("dense", has_codes=False)
 DENSE_INT8 = DenseSimt("dense_int8", has_codes=True)

@@ -161,11 +161,10 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return "cannot gather the columns of x"
     if device.has(*HOPPER):
         return "serves GPUs on which gemm_sm90 cannot run"
-    if problem.dtype == "bfloat16" and not device.has(Capability.BFLOAT16):
-        return f"needs {Capability.BFLOAT16.archs} for bfloat16 x, not sm_{device.arch}"
     if problem.gated and FragmentLayout.of(problem).nbytes > MAX_GATED_BYTES:
         return f"needs a gated weight of at most {MAX_GATED_BYTES >> 30} GiB"
-    return fusion_refusal(problem) or fragment_refusal(problem, device, NEEDS)
+    needs = (*NEEDS, Capability.BFLOAT16) if problem.dtype == "bfloat16" else NEEDS
+    return fusion_refusal(problem) or fragment_refusal(problem, device, needs)
 
 
 def reduction(config: GemmFragmentsConfig, problem: Problem) -> Reduction | None:
@@ -324,9 +323,9 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
     sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, strides.x)
     stream_k = (config.stream_k_units, config.stream_k_ctas)
     factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
-    factors += (problem.fusion.eps if problem.fusion else 0.0,)
     fusion_buffers = [name for name in problem.fusion.buffers if name != "next_weight"] if problem.fusion else []
-    scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, factors))
+    eps = problem.fusion.eps if problem.fusion else 0.0
+    scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, (*factors, eps)))
     return LaunchPlan(
         Kernel(f"gemm/{NAME}.cu", NAME, defines, device.target),
         (config.ctas, 1, 1),

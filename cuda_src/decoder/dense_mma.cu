@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM with an unquantized weight, on tensor cores (dense_sm80.cuh):
+// A GEMM with an unquantized weight, on tensor cores (dense_mma.cuh):
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
@@ -8,8 +8,8 @@
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k is a multiple of 32. Architectures: sm_80 and newer.
-#include "decoder/dense_sm80.cuh"
+// Limits: k is a multiple of 32. Architectures: sm_75 and newer; bfloat16 sm_80 and newer.
+#include "decoder/dense_mma.cuh"
 
 struct Weight {
   static constexpr int kLaneK = 8;
@@ -28,6 +28,6 @@ struct Weight {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    dense_sm80(const X* x, const X* w, const float* bias, Y* y, int m, int n, int k) {
+    dense_mma(const X* x, const X* w, const float* bias, Y* y, int m, int n, int k) {
   multiply_dense(x, Weight{w, k}, bias, y, m, n, k);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM with a weight [n, k] of 16-bit values or of 8-bit codes, on tensor cores; sm_80 and newer.
+// A GEMM with a weight [n, k] of 16-bit values or of 8-bit codes, on tensor cores.
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //

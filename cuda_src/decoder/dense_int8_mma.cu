@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM with a weight of 8-bit codes and 16-bit activations, on tensor cores (dense_sm80.cuh):
+// A GEMM with a weight of 8-bit codes and 16-bit activations, on tensor cores (dense_mma.cuh):
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n],  w[n, k] = (codes[n, k] - 128) * code_scales[n, k / BLOCK]
 //
@@ -9,9 +9,9 @@
 //   bias         float32 [n] (HAS_BIAS), or null
 //   y            Y [m, n]
 //
-// Each weight is rounded once to X, so y equals the result of dense_sm80 with the dequantized weight.
-// Limits: k a multiple of BLOCK, BLOCK a multiple of 16. Architectures: sm_80 and newer.
-#include "decoder/dense_sm80.cuh"
+// Each weight is rounded once to X, so y equals the result of dense_mma with the dequantized weight.
+// Limits: k a multiple of BLOCK, BLOCK a multiple of 16. Architectures: sm_75 and newer; bfloat16 sm_80 and newer.
+#include "decoder/dense_mma.cuh"
 #include "dequantize/unpack_bytes.cuh"
 
 static_assert(BLOCK % 16 == 0, "a lane's values of one step have one scale");
@@ -39,7 +39,7 @@ struct Weight {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    dense_int8_sm80(const X* x, const uint8_t* codes, const X* code_scales, const float* bias, Y* y, int m, int n,
+    dense_int8_mma(const X* x, const uint8_t* codes, const X* code_scales, const float* bias, Y* y, int m, int n,
                     int k) {
   multiply_dense(x, Weight{codes, code_scales, k}, bias, y, m, n, k);
 }
