@@ -29,17 +29,18 @@ ENTRIES = {
     "gemm_sm90_mma_invariant": "kAligned",
     "gemm_sm90_raw": "kMayPrefetchWeights",
     "gemm_sm90_large": "kAligned",
+    "gemm_mma_fragments": "kHasBias",
     "gemm_int8_sm90": "kHasBias",
     "gemm_w4a8_sm90": "kStartsNextLate",
     "conv2d_sm90": "kHasBias",
     "conv2d_sm90_large": "kHasBias",
 }
-"""A constant of each Hopper kernel that is negated in the second instance."""
+"""A constant of each kernel that is negated in the second instance."""
 
 
 def kernel_of(entry: str) -> Kernel:
     """Return the kernel with an entry point that is chosen for one of a few problems."""
-    here = device.nominal(90)
+    here = device.nominal(80 if entry == "gemm_mma_fragments" else 90)
     problems = (*GEMMS, *Int8Problem.common_problems(), *Convolution.common_problems())
     kernels = (select.choose(problem, here).plan.kernel for problem in problems)
     return next(kernel for kernel in kernels if kernel.entry == entry)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_mma_fragments``: mma.sync on the repacked layout, simulated for every architecture and on a GPU."""
+"""``gemm_mma_fragments``: mma.sync on the fragment layout, simulated for every architecture and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gemm_mma_fragments
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from cupy_awq.kernels.registry import FAMILIES
 from cupy_awq.ops.repack import scale_range
 from cupy_awq.runtime import compile as compiler
@@ -22,8 +22,9 @@ from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.backends import GPU, LANDINGS, runner
 from tests.test_kernels import DTYPES, check_matmul, facts, repack
+from tests.test_repacked_kernels import any_fused_problem
 
-ARCHS = (80, 86, 87, 89, 100, 120)
+ARCHS = (75, 80, 86, 87, 89, 100, 120)
 FAMILY = FAMILIES["gemm_mma_fragments"]
 
 
@@ -47,12 +48,13 @@ def test_any_problem(backend: str, data: st.DataObject) -> None:
     group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192, 256]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8
+    arch = data.draw(st.sampled_from(ARCHS))
     problem = Problem(
         m=data.draw(st.sampled_from([1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130])),
         n=data.draw(st.integers(1, 320 // step)) * step,
         k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 640 // group_size)) // 64 * 64 or 64,
         group_size=group_size,
-        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        dtype="float16" if arch == 75 else data.draw(st.sampled_from(["float16", "bfloat16"])),
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
@@ -65,10 +67,23 @@ def test_any_problem(backend: str, data: st.DataObject) -> None:
     problem = scaled(problem)
     if data.draw(st.booleans()):
         problem = replace(problem, even_scales=False, wide_scales=data.draw(st.booleans()))
-    here = few_sms(data.draw(st.sampled_from(ARCHS)), backend, data.draw(st.sampled_from([2, 4, 9])))
+    here = few_sms(arch, backend, data.draw(st.sampled_from([2, 4, 9])))
     config = data.draw(st.sampled_from(FAMILY.configs(problem, here)))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, FAMILY, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
+    """The residual add and the RMSNorm of a decoder layer, with and without stream-K."""
+    problem, arch = any_fused_problem(data), data.draw(st.sampled_from(ARCHS))
+    if arch == 75:
+        problem = replace(problem, dtype="float16")
+    here = few_sms(arch, backend, data.draw(st.sampled_from([2, 9])))
+    config = data.draw(st.sampled_from(FAMILY.configs(problem, here)))
+    check_matmul(runner(backend), problem, FAMILY, config, here, seed=data.draw(st.integers(0, 99)))
 
 
 def tile(config: GemmFragmentsConfig) -> tuple[object, ...]:
@@ -78,20 +93,23 @@ def tile(config: GemmFragmentsConfig) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
 @pytest.mark.parametrize(
-    ("m", "k", "dtype"),
+    ("arch", "m", "k", "dtype"),
     [
-        (5, 2112, "float16"),
-        (16, 1088, "bfloat16"),
-        pytest.param(32, 1088, "float16", marks=pytest.mark.slow),
-        (50, 1088, "float16"),
-        pytest.param(50, 1088, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(200, 576, "float16", marks=pytest.mark.slow),
+        (80, 5, 2112, "float16"),
+        (75, 5, 2112, "float16"),
+        (80, 16, 1088, "bfloat16"),
+        pytest.param(80, 32, 1088, "float16", marks=pytest.mark.slow),
+        (80, 50, 1088, "float16"),
+        pytest.param(75, 50, 1088, "float16", marks=pytest.mark.slow),
+        pytest.param(80, 50, 1088, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(80, 200, 576, "float16", marks=pytest.mark.slow),
+        pytest.param(75, 200, 576, "float16", marks=pytest.mark.slow),
     ],
 )
-def test_every_tile(backend: str, m: int, k: int, dtype: str) -> None:
+def test_every_tile(backend: str, arch: int, m: int, k: int, dtype: str) -> None:
     """Each layout of warps once, with stream-K where it is legal; K ends within a weight tile, and rings wrap."""
     problem = scaled(Problem(m, 200, k, 64, dtype, layouts=(AWQ, FRAGMENTS)))
-    here = few_sms(80, backend, 3)
+    here = few_sms(arch, backend, 3)
     configs = {tile(config): config for config in FAMILY.configs(problem, here)}
     assert len(configs) >= 3
     for config in configs.values():
@@ -201,6 +219,9 @@ def test_every_problem_has_configurations_that_fit(arch: int, group_size: int, g
             {"batch_invariant": True},
         ):
             problem = replace(Problem(m, 4096, 4096, group_size, gated=gated, layouts=(AWQ, FRAGMENTS)), **fields)
+            if arch == 75 and problem.dtype == "bfloat16":
+                assert FAMILY.refusal(problem, here) == "needs sm_80 or newer, not sm_75"
+                continue
             configs = gemm_mma_fragments.configs(problem, here)
             assert configs, problem
             assert len(configs) == len(set(configs))
@@ -222,18 +243,25 @@ def test_a_layer_takes_the_kernel_for_the_repacked_layout(arch: int, k: int, n: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "problem",
+    ("arch", "problem"),
     [
-        Problem(1, 4096, 4096, 16, layouts=(AWQ, FRAGMENTS)),
-        Problem(16, 4096, 4096, 32, "bfloat16", layouts=(AWQ, FRAGMENTS)),
-        Problem(32, 4096, 4096, 16, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS)),
-        Problem(64, 4096, 4096, 128, "bfloat16", residual=True, layouts=(AWQ, FRAGMENTS)),
-        Problem(128, 4096, 4096, 128, even_scales=True, layouts=(AWQ, FRAGMENTS)),
+        (80, Problem(1, 4096, 4096, 16, layouts=(AWQ, FRAGMENTS))),
+        (80, Problem(16, 4096, 4096, 32, "bfloat16", layouts=(AWQ, FRAGMENTS))),
+        (80, Problem(32, 4096, 4096, 16, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))),
+        (80, Problem(64, 4096, 4096, 128, "bfloat16", residual=True, layouts=(AWQ, FRAGMENTS))),
+        (80, Problem(128, 4096, 4096, 128, even_scales=True, layouts=(AWQ, FRAGMENTS))),
+        (75, Problem(1, 4096, 4096, 16, layouts=(AWQ, FRAGMENTS))),
+        (75, Problem(16, 4096, 4096, 128, residual=True, layouts=(AWQ, FRAGMENTS))),
+        (75, Problem(32, 4096, 4096, 128, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))),
+        (75, Problem(64, 4096, 4096, 64, layouts=(AWQ, FRAGMENTS))),
+        (75, Problem(128, 4096, 4096, 128, even_scales=True, layouts=(AWQ, FRAGMENTS))),
+        (80, Problem(8, 4096, 4096, 128, layouts=(FRAGMENTS,), fusion=Fusion("add_to_stream"))),
+        (80, Problem(16, 8192, 4096, 128, gated=True, layouts=(FRAGMENTS,), fusion=Fusion("rms_norm_x"))),
     ],
     ids=str,
 )
-def test_registers_do_not_spill(problem: Problem) -> None:
-    here = device.nominal(80)
+def test_registers_do_not_spill(arch: int, problem: Problem) -> None:
+    here = device.nominal(arch)
     kernels = {FAMILY.plan(config, problem, here).kernel for config in FAMILY.configs(problem, here)}
     for kernel in kernels:
         resources = compiler.build(kernel).resources

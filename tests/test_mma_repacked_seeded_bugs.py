@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
-from tests.simt.seeds import OUTSIDE, RACE, VALUES, Seed, assert_caught
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
+from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 MAIN, COPIES = "gemm/gemm_mma_fragments.cu", "gemm/gemm_mma_fragments_copies.cuh"
 EPILOGUE, REDUCE = "gemm/gemm_mma_fragments_epilogue.cuh", "common/reduce.cuh"
@@ -29,6 +30,7 @@ MANY_CONFIG: dict[str, Any] = {
     "block_m": 48, "x_rows": 48, "weight_tiles": 1, "warps_n": 4, "warps_k": 2, "stage_k": 128, "stages": 2,
     "ctas_per_sm": 1, "ctas": 2, "stream_k_units": 0,
 }  # fmt: skip
+STAGED_CONFIG = {**MANY_CONFIG, "block_m": 32, "x_rows": 32, "stage_k": 64, "ctas": 4}
 SHARED_CONFIG = {**MANY_CONFIG, "ctas": 5, "stream_k_units": 2, "stream_k_ctas": 5}
 
 
@@ -42,9 +44,20 @@ def many(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, MANY, MANY_CONFIG)
 
 
-def shared(old: str, new: str, caught: tuple[str, str]) -> Seed:
+def shared(old: str, new: str, caught: tuple[str, str], file: str = EPILOGUE) -> Seed:
     """Return a bug in a launch whose CTAs share tiles."""
-    return Seed("gemm_mma_fragments", 80, EPILOGUE, old, new, caught, MANY, SHARED_CONFIG)
+    return Seed("gemm_mma_fragments", 80, file, old, new, caught, MANY, SHARED_CONFIG)
+
+
+def fused(old: str, new: str, caught: tuple[str, str], role: Literal["add_to_stream", "rms_norm_x"]) -> Seed:
+    """Return a bug in a launch that is fused with a part of a decoder layer."""
+    problem = replace(FEW, layouts=(FRAGMENTS,), fusion=Fusion(role))
+    return Seed("gemm_mma_fragments", 80, EPILOGUE, old, new, caught, problem, FEW_CONFIG)
+
+
+def staged(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
+    """Return a bug in a launch whose threads copy through registers."""
+    return Seed("gemm_mma_fragments", 75, file, old, new, caught, MANY, STAGED_CONFIG)
 
 
 IN_FLIGHT = ("in flight", "race")
@@ -78,19 +91,51 @@ SEEDS = {
     ),
     "accumulators of one slice only": few("slice < C::kSlices; ++slice", "slice < 1; ++slice", VALUES, EPILOGUE),
     "partial sums are not fenced before the signal": shared(
-        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd",
-        "  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd", RACE,
+        "  __threadfence();\n  atomicAdd(counter, 1u);", "  atomicAdd(counter, 1u);", RACE, REDUCE,
     ),
     "the signal is given before all warps have written their partial sums": shared(
-        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) atomicAdd",
-        "  __threadfence();\n  if (threadIdx.x == 0) atomicAdd", RACE,
+        "    __syncthreads();  // the accumulators are no longer read, and all partial sums are written\n",
+        "",
+        RACE,
+        MAIN,
     ),
     "partial sums are read without a wait": shared(
-        "    while (*const_cast<volatile uint32_t*>(counter) != sharers) {\n    }\n", "", RACE,
+        "  while (*const_cast<volatile uint32_t*>(counter) != count) {\n  }\n", "", RACE, REDUCE,
     ),
     "partial sums of the first CTA only": shared(
         "other < scheduler.cluster_idx; ++other", "other < first_sharer + 1 && other < scheduler.cluster_idx; ++other",
         VALUES,
+    ),
+    "the ratio of the RMS of the first row for all": fused("*= factors[row]", "*= factors[0]", VALUES, "rms_norm_x"),
+    "no CTA writes the inverse RMS": Seed(
+        "gemm_mma_fragments", 80, MAIN, "tile.n_block == 0 && scheduler", "tile.n_block < 0 && scheduler", VALUES,
+        replace(FEW, layouts=(FRAGMENTS,), fusion=Fusion("rms_norm_x")), FEW_CONFIG,
+    ),
+    "partial sums are scaled before they are complete": Seed(
+        "gemm_mma_fragments", 80, EPILOGUE,
+        "          if (!is_complete) {",
+        "          if constexpr (C::kRmsNormsX) {\n            for (int i = 0; i < 8; ++i) sums[half].values[i] *= "
+        "factors[row];\n          }\n          if (!is_complete) {",
+        VALUES, replace(FEW, layouts=(FRAGMENTS,), fusion=Fusion("rms_norm_x")),
+        {**FEW_CONFIG, "ctas": 5, "stream_k_units": 2, "stream_k_ctas": 5},
+    ),
+    "a lane past the last column leaves the sum of squares": fused(
+        "if (is_complete) stream.store_square_sum", "if (is_complete && is_valid) stream.store_square_sum",
+        DEADLOCK, "add_to_stream",
+    ),
+    "the next stage is stored to the stage that warps still read": staged(
+        "copies.store_loaded(stage_idx);", "copies.store_loaded(finished);", RACE,
+    ),
+    "no barrier after the next stage is stored": staged(SYNC, "      const uint32_t next", RACE),
+    "the next stage is loaded after the last one, too": staged(
+        "if (index + 1 < stages) copies.template load_next", "if (index < stages) copies.template load_next", OUTSIDE,
+    ),
+    "the last stage of a weight tile is loaded twice": staged(
+        "load_next<(PART + 1) % C::kParts>", "load_next<PART>", VALUES,
+    ),
+    "x of the first part of a weight tile for both": staged("+ PART * 128", "", VALUES, COPIES),
+    "k 8 to 15 are multiplied by x at k 0 to 7": staged(
+        "ptx::mma_m16n8k8_f16(c, a[2], a[3], b1)", "ptx::mma_m16n8k8_f16(c, a[2], a[3], b0)", VALUES, "common/mma.cuh",
     ),
 }  # fmt: skip
 

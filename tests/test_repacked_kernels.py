@@ -274,14 +274,12 @@ def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, value: float
         np.testing.assert_array_equal(found[row + 1][1 - row], found[0][1 - row])
 
 
-@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
-@given(data=st.data())
-@settings(max_examples=12)
-def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
+def any_fused_problem(data: st.DataObject) -> Problem:
+    """Draw a problem with any fusion."""
     role = data.draw(st.sampled_from(["add_to_stream", "rms_norm_x"]))
     gated = role == "rms_norm_x" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
-    problem = Problem(
+    return Problem(
         m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
         n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
         k=k,
@@ -299,6 +297,13 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
             next_weight=NextWeight(data.draw(st.sampled_from([0, 1 << 20])), up_offset=1 << 20),
         ),
     )
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
+    problem = any_fused_problem(data)
     here = facts(90, backend)
     (found,) = candidates(problem, here)
     family, config, _ = data.draw(st.sampled_from(found))

@@ -85,6 +85,7 @@ def test_clear_cases_choose_the_expected_kernel(
         ("gemm_small", Problem(17, 64, 64, 64), 90, "takes 2 to 16 rows of x, not M=17"),
         ("gemm_sm80", Problem(4, 64, 64, 64), 75, "needs sm_80 or newer, not sm_75"),
         ("gemm_sm75", Problem(4, 64, 64, 64, "bfloat16"), 75, "takes x of float16, not bfloat16"),
+        ("gemm_sm75", Problem(4, 64, 64, 64), 80, "serves GPUs on which gemm_sm80 cannot run"),
         ("gemm_sm80", Problem(4, 64, 48, 24), 80, "multiple of 16, not 24"),
         ("gemm_sm80", Problem(4, 64, 64, 64, x_aligned=False), 80, "multiples of 16 bytes"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64), 80, "needs sm_90, not sm_80"),
