@@ -217,7 +217,7 @@ class SoleConfigFamily(Family[MemoryBoundT, SoleConfig]):
         return (SoleConfig(),)
 
     def estimate_us(self, config: SoleConfig, problem: MemoryBoundT, device: Device) -> float:
-        return problem.nbytes / (device.read_gbs * 1e3)
+        return device.rates.launch_us + device.read_us(problem.nbytes)
 
 
 AnyFamily = Family[Any, Any]

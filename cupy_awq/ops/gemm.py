@@ -13,7 +13,8 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns
 from cupy_awq.kernels.gemm.problem import AWQ, Problem
 from cupy_awq.ops.prepared_gemm import PreparedGemm, keep, run_gemm
-from cupy_awq.runtime import arrays, device
+from cupy_awq.runtime import arrays
+from cupy_awq.runtime import device as devices
 from cupy_awq.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def explain(
     dtype: Any = "float16",
     *,
     arch: int | str | None = None,
+    device: str | None = None,
     layer: bool = False,
     order: bool = False,
     batch_invariant: bool = False,
@@ -215,6 +217,7 @@ def explain(
         dtype: dtype of x: float16, bfloat16 or float32.
         arch: target architecture such as 80, "90a" or "sm_87", for which a typical GPU is assumed; by default the
             current GPU, or an H100 if there is no GPU.
+        device: GPU whose rates are used instead, such as "rtx-4090"; an unknown name raises an error with all names.
         layer: True for the kernels that `AwqLinear` can use, which repacks its weight on Hopper; False for the kernels
             that `gemm` can use, which read the AWQ layout.
         order: True for an `AwqLinear` with an activation order (requires ``layer``); then the last line of the table
@@ -224,7 +227,8 @@ def explain(
 
     Raises:
         TypeError: a size is not an integer, or the dtype is not supported.
-        ValueError: a size is not supported, the architecture is unknown, or ``order`` is set without ``layer``.
+        ValueError: a size is not supported, the architecture or the GPU is unknown, both are given, or ``order`` is set
+            without ``layer``.
 
     >>> print(explain(m=1, k=4096, n=12288, arch=80).splitlines()[0])
     x[1, 4096] float16 @ W[4096, 12288] group size 128 on A100 SXM 80GB (sm_80)
@@ -241,7 +245,7 @@ def explain(
     if n % 8:
         raise ValueError(f"n: expected a multiple of 8, got {n}")
     size, element = check_scalar.validate_group_size(k, group_size), check.validate_float_dtype(dtype)
-    gpu = device.find(arch)
+    gpu = devices.find(arch, device)
     layouts = select.weight_layouts(k, n, size, "float16", "packed", gpu) if layer else (AWQ,)
     problem = Problem(m, n, k, size, element.name, layouts=layouts, batch_invariant=batch_invariant)
     if not order:

@@ -10,10 +10,11 @@ import enum
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from cupy_awq.runtime import placement
+from cupy_awq.runtime import placement, rates
+from cupy_awq.runtime.rates import DeviceRates
 
 ARCH_VARIABLE = "CUPY_AWQ_ARCH"
 """The environment variable that sets an older target architecture, so that the kernels of an older GPU are used."""
@@ -83,7 +84,7 @@ class Device:
         shared_bytes_per_block: largest dynamic shared memory per CTA, in bytes.
         shared_bytes_per_sm: shared memory per SM, in bytes.
         l2_bytes: size of the L2 cache in bytes.
-        read_gbs: nominal memory bandwidth in GB/s.
+        rates: how fast the GPU is.
         without: capabilities of the target architecture that the GPU lacks, for tests of other code paths.
     """
 
@@ -94,7 +95,7 @@ class Device:
     shared_bytes_per_block: int
     shared_bytes_per_sm: int
     l2_bytes: int
-    read_gbs: float
+    rates: DeviceRates
     without: tuple[Capability, ...] = ()
 
     @property
@@ -142,56 +143,31 @@ class Device:
         return self.arch == self.native
 
     @property
-    def fp16_flops_per_sm_clock(self) -> int:
-        """The peak float16 operations per SM and clock cycle, of tensor cores where the GPU has them."""
-        known = max((arch for arch in FP16_FLOPS_PER_SM_CLOCK if arch <= self.native), default=min(NOMINAL))
-        return FP16_FLOPS_PER_SM_CLOCK[known]
+    def read_gbs(self) -> float:
+        """The nominal memory bandwidth in GB/s, or what `tune` measured; see `DeviceRates`."""
+        return self.rates.read_gbs
+
+    def read_us(self, nbytes: float) -> float:
+        """Return the time in microseconds to read or write ``nbytes`` of device memory at the nominal bandwidth."""
+        return nbytes / (self.rates.read_gbs * 1e3)
 
 
 ARCHITECTURES = (60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 """The architectures (10 * compute capability) of NVIDIA's GPUs since Pascal."""
+TYPICAL = "p100 gtx-1080 v100 xavier t4 a100-80gb rtx-3090 agx-orin rtx-4090 h100 b200 thor rtx-5090 gb10".split()
+"""The GPUs that stand for their architectures, one each."""
 
 
-def _device(name: str, arch: int, sms: int, block_kb: int, sm_kb: int, l2_mb: float, gbs: float) -> Device:
-    return Device(name, arch, arch, sms, block_kb * 1024, sm_kb * 1024, int(l2_mb * 2**20), gbs)
+def _device(gpu: rates.Gpu) -> Device:
+    known = rates.ARCHITECTURES[gpu.arch]
+    shared = known.block_kib * 1024, known.sm_kib * 1024
+    return Device(gpu.name, gpu.arch, gpu.arch, gpu.sm_count, *shared, int(gpu.l2_mib * 2**20), gpu.rates)
 
 
-NOMINAL = {
-    device.arch: device
-    for device in (
-        _device("Tesla P100", 60, 56, 48, 64, 4, 732),
-        _device("GeForce GTX 1080", 61, 20, 48, 96, 2, 320),
-        _device("Tesla V100", 70, 80, 96, 96, 6, 900),
-        _device("Jetson Xavier", 72, 8, 96, 96, 0.5, 137),
-        _device("Tesla T4", 75, 40, 64, 64, 4, 320),
-        _device("A100 SXM 80GB", 80, 108, 163, 164, 40, 2039),
-        _device("GeForce RTX 3090", 86, 82, 99, 100, 6, 936),
-        _device("Jetson AGX Orin", 87, 16, 163, 164, 4, 204),
-        _device("GeForce RTX 4090", 89, 128, 99, 100, 72, 1008),
-        _device("NVIDIA H100 80GB HBM3", 90, 132, 227, 228, 50, 3352),
-        _device("B200", 100, 148, 227, 228, 126, 8000),
-        _device("GeForce RTX 5090", 120, 170, 99, 100, 96, 1792),
-    )
-}
+KNOWN = {name: _device(gpu) for name, gpu in rates.GPUS.items()}
+"""The properties of the GPUs of the table, by the name that ``--device`` takes."""
+NOMINAL = {KNOWN[name].arch: KNOWN[name] for name in TYPICAL}
 """The properties of one typical GPU per architecture (10 * compute capability)."""
-
-
-FP16_FLOPS_PER_SM_CLOCK = {
-    60: 256,
-    61: 4,
-    62: 256,
-    70: 1024,
-    75: 1024,
-    80: 2048,
-    86: 1024,
-    90: 4096,
-    100: 8192,
-    120: 1024,
-}
-"""The peak float16 operations per SM and clock cycle, by architecture; those of tensor cores where it has them.
-
-An architecture that is not listed has the value of the closest lower one in the table.
-"""
 
 
 def nominal(arch: int | str) -> Device:
@@ -235,8 +211,21 @@ def current() -> Device:
     return of(cupy.cuda.runtime.getDevice())
 
 
-def find(arch: int | str | None = None) -> Device:
-    """Return `nominal(arch)`, or for None the properties of CuPy's current GPU, or of an H100 if there is no GPU."""
+def find(arch: int | str | None = None, gpu: str | None = None) -> Device:
+    """Return the GPU ``gpu`` of `KNOWN` or `nominal(arch)`; for None CuPy's current GPU, or an H100 without one.
+
+    Raises:
+        ValueError: the GPU or the architecture is unknown, or both are given.
+
+    >>> find(gpu="rtx-4090").name
+    'GeForce RTX 4090'
+    """
+    if gpu is not None:
+        if arch is not None:
+            raise ValueError(f"device: expected None with arch={arch!r:.80}, got {gpu!r:.80}")
+        if gpu not in KNOWN:
+            raise ValueError(f"device: expected one of {', '.join(KNOWN)}, got {gpu!r:.80}")
+        return KNOWN[gpu]
     if arch is None and placement.gpu_count():
         return current()
     return nominal(90 if arch is None else arch)
@@ -269,6 +258,19 @@ def of(index: int) -> Device:
         shared_bytes_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
         shared_bytes_per_sm=attributes["MaxSharedMemoryPerMultiprocessor"],
         l2_bytes=attributes["L2CacheSize"],
-        # The clock is in kHz, the bus width in bits, and DRAM transfers data twice per clock cycle.
-        read_gbs=attributes["MemoryClockRate"] * 2e3 * attributes["GlobalMemoryBusWidth"] / 8e9,
+        rates=rates.read(name, _nominal_rates(name, arch, attributes)),
     )
+
+
+def _nominal_rates(name: str, arch: int, attributes: Mapping[str, int]) -> DeviceRates:
+    """Return the rates of a GPU by its attributes, and where these say nothing those of the closest known GPU."""
+    sm_count = attributes["MultiProcessorCount"]
+    known = rates.closest(name, arch, sm_count)
+    # The clock is in kHz, the bus width in bits, and DRAM transfers data twice per clock cycle. GPUs that share memory
+    # with the CPU report no memory clock.
+    read_gbs = attributes["MemoryClockRate"] * 2e3 * attributes["GlobalMemoryBusWidth"] / 8e9
+    is_same = sm_count == known.sm_count
+    clock_mhz = known.clock_mhz if is_same else attributes["ClockRate"] / 1e3
+    return known._replace(
+        sm_count=sm_count, clock_mhz=clock_mhz or known.clock_mhz, read_gbs=read_gbs or known.read_gbs
+    ).rates

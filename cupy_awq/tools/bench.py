@@ -190,7 +190,7 @@ def _matmul_tflops(device: int) -> float:
 
 def nominal_tflops(gpu: devices.Device, hertz: float) -> float:
     """Return the nominal float16 throughput of a GPU in TFLOP/s at the clock frequency ``hertz``."""
-    return gpu.fp16_flops_per_sm_clock * gpu.sm_count * hertz / 1e12
+    return 2 * gpu.rates.tensor * gpu.sm_count * hertz / 1e12
 
 
 def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict[str, Any]:

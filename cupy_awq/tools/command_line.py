@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     compile_.add_argument("--batch-invariant", action="store_true", help="also the kernels of batch_invariant=True")
 
     examples = [
-        "4096x12288 --m 1,16 --arch 90",
+        "4096x12288 --m 1,16 --device rtx-4090",
         "4096x12288 --m 16 --arch 90 --layer",
         "12288x4096 --m 1 --arch 90 --layer --order",
         "64x256 --op conv2d --image 14 --arch 90",
@@ -181,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ARCH",
         help="compute capability, such as 90 (default: the current GPU, or an H100 without one)",
     )
+    explain.add_argument("--device", metavar="GPU", help="GPU of the table of known ones, such as rtx-4090 or agx-orin")
     explain.add_argument(
         "--layer",
         action="store_true",
@@ -384,9 +385,9 @@ def _explain(args: argparse.Namespace) -> int:
     cases = [(m, k, n) for k, n in args.shapes for m in args.m or MS]
     if op != "gemm":
         return _explain_problem(args, op, cases)
-    names = ("group_size", "dtype", "arch", "layer", "order", "batch_invariant")
+    names = ("group_size", "dtype", "arch", "device", "layer", "order", "batch_invariant")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return _print_explained([cupy_awq.explain(*case, **options) for case in cases], args.arch)
+    return _print_explained([cupy_awq.explain(*case, **options) for case in cases], args)
 
 
 def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, int, int]]) -> int:
@@ -396,13 +397,13 @@ def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, i
     from cupy_awq.tools.operations import typical_problem
 
     settings = make_settings(args, HOST, dtype=args.dtype)
-    gpu = device.find(args.arch)
+    gpu = device.find(args.arch, args.device)
     problems = [typical_problem(op, (k, n), m, settings) for m, k, n in cases]
-    return _print_explained([select.explain(problem, gpu) for problem in problems], args.arch)
+    return _print_explained([select.explain(problem, gpu) for problem in problems], args)
 
 
-def _print_explained(texts: Sequence[str], arch: str | None) -> int:
+def _print_explained(texts: Sequence[str], args: argparse.Namespace) -> int:
     print("\n\n".join(texts))
-    if arch is None and not placement.gpu_count():
-        print("explain: no GPU here, so an H100 is assumed; --arch assumes another", file=sys.stderr)
+    if args.arch is None and args.device is None and not placement.gpu_count():
+        print("explain: no GPU here, so an H100 is assumed; --arch or --device assumes another", file=sys.stderr)
     return 0

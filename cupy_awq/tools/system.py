@@ -49,7 +49,7 @@ def render(content: dict[str, Any]) -> str:
         forced = "" if gpu["arch"] == gpu["native"] else f", running kernels of sm_{gpu['arch']}"
         lines.append(
             f"GPU {gpu['index']}: {gpu['name']} (sm_{gpu['native']}{forced}), {gpu['sm_count']} SMs, L2"
-            f" {table.size(gpu['l2_bytes'])}, memory {gpu['read_gbs']:.0f} GB/s"
+            f" {table.size(gpu['l2_bytes'])}, memory {gpu['rates']['read_gbs']:.0f} GB/s"
         )
     if not content["gpus"]:
         lines.append("GPU: none that CuPy can use; functions run on the CPU")

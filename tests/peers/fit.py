@@ -46,6 +46,7 @@ from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.rates import DeviceRates
 from tests.peers.sweep import FirstChoice, table
 
 
@@ -124,7 +125,8 @@ class Times:
             models = {name: model for name, model in MODELS.items() if record["family"] == model.family.NAME}
             if not models:
                 continue
-            problem, device = read_problem(record["problem"]), Device(**{**record["device"], "without": ()})
+            problem, rates = read_problem(record["problem"]), DeviceRates(**record["device"]["rates"])
+            device = Device(**{**record["device"], "rates": rates, "without": ()})
             if not low <= problem.m <= high:
                 continue
             for name, model in models.items():

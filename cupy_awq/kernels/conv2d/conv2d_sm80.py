@@ -21,6 +21,7 @@ from cupy_awq.kernels.conv2d.problem import (
 from cupy_awq.kernels.family import Family, Workspace
 from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
+from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
 from cupy_awq.packing import namespace, pack_int4, pack_int8
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -38,18 +39,21 @@ STAGES = 3
 
 @dataclass(frozen=True)
 class Conv2dSm80Costs:
-    """Constants of the cost model, which only ranks configurations; not fitted to measurements."""
+    """Constants of the cost model; not fitted to measurements.
 
-    product_us: float = 0.07
-    """The time to multiply 32 pixels by 32 output channels over 64 input channels, in microseconds."""
-    stage_products: float = 6.0
-    """The fixed time per pipeline stage, as a multiple of ``product_us``."""
-    cta_products: float = 20.0
-    """The time of the prologue and epilogue of a CTA, as a multiple of ``product_us``."""
-    reduction_products: float = 30.0
-    """The fixed time of the split-K reduction, as a multiple of ``product_us``."""
-    split_products: float = 2.0
-    """The additional time of the split-K reduction per split, as a multiple of ``product_us``."""
+    Attributes:
+        mma: time of an mma, relative to that at the peak rate.
+        convert: instructions of a thread to dequantize one weight and to store it in shared memory.
+        gather: instructions of a thread to copy 16 bytes of x.
+        issue: cycles of a scheduler per instruction.
+        start: time to start and finish a CTA, in latencies of device memory.
+    """
+
+    mma: float = 1.0
+    convert: float = 5.0
+    gather: float = 24.0
+    issue: float = 3.0
+    start: float = 0.2
 
 
 COSTS = Conv2dSm80Costs()
@@ -84,15 +88,24 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm80Config]:
 
 
 def estimate_us(config: Conv2dSm80Config, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the time of a CTA for each wave of CTAs, plus the split-K reduction."""
+    """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction."""
+    rates, elements = device.rates, config.block_m * config.block_n
     rows, columns = _tiles(config, problem)
-    waves = ceil_div(rows * columns * config.split_k, device.sm_count)
-    products = config.block_m * config.block_n / 1024
-    stages = ceil_div(_stages_of_k(problem), config.split_k)
-    cost = waves * ((COSTS.stage_products + products) * stages + COSTS.cta_products)
-    if config.split_k > 1:
-        cost += COSTS.reduction_products + COSTS.split_products * config.split_k
-    return cost * COSTS.product_us
+    ctas, stage_k = rows * columns * config.split_k, STAGE_VECTORS * VECTOR_CHANNELS
+    instructions = (COSTS.convert * config.block_n * stage_k + COSTS.gather * config.block_m * STAGE_VECTORS) / 32
+    cycles = COSTS.mma * elements * stage_k / rates.mma_fp32 + COSTS.issue * instructions / rates.issue
+    weight_bytes = config.block_n * stage_k * problem.bits / 8
+    work = CtaWork(
+        ceil_div(_stages_of_k(problem), config.split_k),
+        rates.latency_us / (config.stages - 1) + cycles / rates.clock_mhz,
+        cycles,
+        weight_bytes + config.block_m * stage_k * 2,
+        weight_bytes / rows,
+        COSTS.start * rates.latency_us,
+    )
+    fitting = device.shared_bytes_per_sm // (config.shared_bytes + 1024)
+    waves = waves_us(ctas, max(1, min(2, fitting)), work, device)
+    return rates.launch_us + waves + reduction_us(config.split_k, 4.0 * ctas * elements, device)
 
 
 def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> LaunchPlan:

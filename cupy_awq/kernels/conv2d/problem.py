@@ -29,10 +29,8 @@ TENSOR_CORES = Capability.MMA_M16N8K16, Capability.CP_ASYNC
 
 RESIDENT_THREADS = 2048
 """The number of resident threads per SM that `simt_estimate_us` assumes."""
-LAUNCH_US = 2.0
-"""The launch overhead of `simt_estimate_us`, in microseconds; an assumption, not a measurement."""
-MULTIPLY_ADD_US = 0.02
-"""The time in microseconds in which each resident thread of an SM does one multiply-add; an assumption."""
+FMA_FRACTION = 0.46
+"""The fraction of the peak rate of multiply-adds that `simt_estimate_us` assumes; not measured."""
 
 
 class ConvolutionSizes(NamedTuple):
@@ -222,11 +220,12 @@ class SimtConfig:
 def simt_estimate_us(sizes: ConvolutionSizes, device: Device) -> float:
     """Return the run time in microseconds of a kernel with `SimtConfig`.
 
-    The time is the launch overhead plus, for each wave of threads, the multiply-adds of one element of y.
+    The time is the launch overhead plus, for each wave of threads, the multiply-adds of one element of y per thread.
     """
-    elements = sizes.pixels * sizes.outputs * sizes.groups
-    multiply_adds = sizes.kernel_h * sizes.kernel_w * sizes.channels
-    return LAUNCH_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * multiply_adds * MULTIPLY_ADD_US
+    rates, elements = device.rates, sizes.pixels * sizes.outputs * sizes.groups
+    sm_elements = ceil_div(elements, device.sm_count * RESIDENT_THREADS) * RESIDENT_THREADS
+    products = sm_elements * sizes.kernel_h * sizes.kernel_w * sizes.channels
+    return rates.launch_us + 2 * rates.latency_us + products / (FMA_FRACTION * rates.fma * rates.clock_mhz)
 
 
 def output_grid(sizes: ConvolutionSizes, threads: int) -> tuple[int, int, int]:

@@ -129,7 +129,7 @@ def _choose_splits(ctas: int, ctas_per_sm: int, device: Device) -> int:
 def _estimate_us(problem: DecodeAttention, device: Device) -> float:
     """Return the time in microseconds to read a full KV cache."""
     cached = 2 * problem.m * problem.kv_heads * problem.capacity * problem.head_dim * ITEMSIZE[problem.dtype]
-    return cached / (device.read_gbs * 1e3)
+    return device.rates.launch_us + device.read_us(cached)
 
 
 def _plan(

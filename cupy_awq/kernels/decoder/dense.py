@@ -146,7 +146,7 @@ class DenseMma(Family[DenseProduct, DenseConfig]):
 
     def estimate_us(self, config: DenseConfig, problem: DenseProduct, device: Device) -> float:
         """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
-        return problem.nbytes / (device.read_gbs * 1e3)
+        return device.rates.launch_us + device.read_us(problem.nbytes)
 
     def plan(self, config: DenseConfig, problem: DenseProduct, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are `DenseProduct.buffers`."""

@@ -76,7 +76,7 @@ def configs(problem: Dequantization, device: Device) -> list[DequantizeConfig]:
 def estimate_us(config: DequantizeConfig, problem: Dequantization, device: Device) -> float:
     """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
     nbytes = problem.k * problem.n * (0.5 + ITEMSIZE[problem.dtype])
-    return nbytes / (device.read_gbs * 1e3)
+    return device.rates.launch_us + device.read_us(nbytes)
 
 
 def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> LaunchPlan:

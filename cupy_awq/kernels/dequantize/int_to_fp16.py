@@ -61,7 +61,7 @@ def configs(problem: Conversion, device: Device) -> list[ConvertConfig]:
 
 def estimate_us(config: ConvertConfig, problem: Conversion, device: Device) -> float:
     """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
-    return problem.count * (4 + 2 * VALUES[problem.entry]) / (device.read_gbs * 1e3)
+    return device.rates.launch_us + device.read_us(problem.count * (4 + 2 * VALUES[problem.entry]))
 
 
 def plan(config: ConvertConfig, problem: Conversion, device: Device) -> LaunchPlan:

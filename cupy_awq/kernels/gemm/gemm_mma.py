@@ -10,6 +10,7 @@ from cupy_awq.kernels.family import Family, Reduction, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
 from cupy_awq.kernels.gemm.reduction import slice_begins
 from cupy_awq.kernels.tiling import ceil_div, split_counts
+from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -29,34 +30,24 @@ REGISTERS = {16: 96, 32: 150, 64: 232}
 
 @dataclass(frozen=True)
 class GemmMmaCosts:
-    """Constants of the cost model, fitted to 300 measured times on an H200.
+    """Fitted constants of the cost model.
 
     Attributes:
-        start_ns: start-up time of a CTA, in nanoseconds.
-        latency_ns: latency per k tile (64 rows of W) of a CTA that is alone on its SM, in nanoseconds.
-        latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
-        mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
-        convert_ns: time in which an SM dequantizes one weight, in nanoseconds.
-        bandwidth: achieved fraction of the nominal memory bandwidth.
-        two_stages: factor on the latency with two stages, because copies through registers hardly overlap with mma.
-        shared_sums_ns: time per slice to add the accumulators of a CTA to sums in shared memory, per element of the CTA
-            tile, in nanoseconds.
-        launch_us: launch overhead and epilogue, in microseconds.
-        reduction_us: fixed time of the split-K reduction, in microseconds.
-        reduction_split_us: additional time of the split-K reduction per split, in microseconds.
+        instructions: instructions of a warp per k tile, and 16 rows of it: those besides mma of the compiled main loop.
+        issue: cycles of a scheduler per such instruction.
+        chain: cycles of a warp that is alone on its scheduler, per instruction.
+        exposed: latencies of device memory per k tile, over the stages whose copies are in flight; with two stages,
+            three loads through registers per k tile follow each other.
+        read_fraction: fraction of the bandwidth that copies of 32 bytes per row of W reach, of that of a plain read.
+        start: time to start and finish a CTA, in latencies of device memory.
     """
 
-    start_ns: int = 4700
-    latency_ns: int = 550
-    latency_row_ns: float = 4.4
-    mma_rate: int = 930
-    convert_ns: float = 0.0046
-    bandwidth: float = 0.5
-    two_stages: int = 2
-    shared_sums_ns: float = 0.018
-    launch_us: float = 0.4
-    reduction_us: float = 1.0
-    reduction_split_us: float = 0.17
+    instructions: tuple[int, int] = (165, 37)
+    issue: float = 1.6
+    chain: float = 4.3
+    exposed: float = 0.24
+    read_fraction: float = 0.67
+    start: float = 2.2
 
 
 COSTS = GemmMmaCosts()
@@ -140,29 +131,30 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
         return Reduction(self.NAME, slices=slices)
 
     def estimate_us(self, config: GemmMmaConfig, problem: Problem, device: Device) -> float:
-        """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction.
-
-        The time per k tile is the longest of three: the latency of the k tile, the compute time of all CTAs of an SM,
-        and the time to load the weights of these CTAs.
-        """
-        k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
-        ctas = config.tiles(problem) * config.split_k
+        """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction."""
+        rates, rows = device.rates, config.block_m // MMA_K
         by_memory = device.shared_bytes_per_sm // (config.shared_bytes + 1024)
         by_registers = 65536 // (REGISTERS[config.block_m] * config.warps * 32)
-        ctas_per_sm = max(1, min(by_memory, by_registers))
-        full_waves = ceil_div(ctas, device.sm_count * ctas_per_sm) - 1
-        tail = ceil_div(ctas - full_waves * device.sm_count * ctas_per_sm, device.sm_count)
-        latency = COSTS.latency_ns + COSTS.latency_row_ns * config.block_m
-        work = config.block_n * BLOCK_K * (config.block_m / COSTS.mma_rate + COSTS.convert_ns)
-        stream = config.block_n * BLOCK_K / 2 * device.sm_count / (COSTS.bandwidth * device.read_gbs)
-        if config.stages == 2:
-            latency *= COSTS.two_stages
+        elements = config.block_m * config.block_n
+        instructions: float = COSTS.instructions[0] + COSTS.instructions[1] * rows
+        # On newer GPUs, m16n8k8 takes as long as m16n8k16.
+        is_half = self is GEMM_SM75 and device.native >= 80
+        mma_cycles = elements * BLOCK_K / rates.mma_fp32 * (1 + is_half)
+        copied = 9 if config.stages == 2 else 1 / (config.stages - 1)
         if config.slices > 1 and config.block_m > REGISTER_SUMS_BLOCK_M:
-            work += config.slices / k_tiles * COSTS.shared_sums_ns * config.block_m * config.block_n
-        full = k_tiles * max(latency, ctas_per_sm * max(work, stream)) + COSTS.start_ns
-        last = k_tiles * max(latency, tail * max(work, stream)) + COSTS.start_ns
-        reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
-        return COSTS.launch_us + reduction + (full_waves * full + last) * 1e-3
+            instructions += config.slices * elements / config.warps / 32 * 3 / ceil_div(problem.k, BLOCK_K)
+        weight_bytes = problem.weight_bytes / problem.k / problem.n * config.block_n * BLOCK_K
+        ctas = config.tiles(problem) * config.split_k
+        work = CtaWork(
+            ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k),
+            COSTS.exposed * copied * rates.latency_us + COSTS.chain * instructions / rates.clock_mhz,
+            mma_cycles + COSTS.issue * config.warps * instructions / rates.issue,
+            weight_bytes + 2 * config.block_m * BLOCK_K,
+            weight_bytes / ceil_div(problem.m, config.block_m) / COSTS.read_fraction,
+            COSTS.start * rates.latency_us,
+        )
+        waves = waves_us(ctas, max(1, min(by_memory, by_registers)), work, device)
+        return rates.launch_us + waves + reduction_us(config.split_k, 4.0 * ctas * elements, device)
 
     def plan(self, config: GemmMmaConfig, problem: Problem, device: Device) -> LaunchPlan:
         defines = (

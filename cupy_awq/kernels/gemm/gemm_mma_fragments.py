@@ -13,8 +13,9 @@ from cupy_awq.kernels.family import Family, Reduction, Workspace
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal, fusion_refusal
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
-from cupy_awq.kernels.hopper import HOPPER, p_norm
+from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.kernels.tiling import ceil_div, next_power_of_two
+from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -40,32 +41,24 @@ class GemmFragmentsCosts:
     The first choice is slower than the fastest configuration by 2% (geometric mean over these problems).
 
     Attributes:
-        mma_us: time of an mma of one scheduler, in microseconds.
-        instruction_us: time that any other instruction takes from the mma of its scheduler, in microseconds.
-        sync_us: time per k tile for which the warps of a slice wait for each other, in microseconds.
-        copy_us: latency of a copy to shared memory under load, in microseconds.
-        start_us: time to fill the pipeline of a tile and to finish the tile, in microseconds.
-        store_ns: time to store y, per element of a CTA tile, in nanoseconds.
-        launch_us: launch overhead, in microseconds.
-        bandwidth: achieved fraction of the nominal memory bandwidth.
-        l2_gbs: L2 bandwidth per SM in GB/s.
-        stream_k_us: fixed time of the stream-K reduction, in microseconds.
-        exchange_ns: time per partial sum that a CTA writes or reads, in nanoseconds.
-        norm: exponent of the p-norm of times that overlap.
+        mma: time of an mma, relative to that at the peak rate.
+        issue: cycles that any other instruction takes from the mma of its scheduler.
+        sync: cycles per k tile for which the warps of a slice wait for each other.
+        start: time to fill the pipeline of a tile and to finish the tile, in latencies of device memory.
+        store: cycles to store y, per element of a CTA tile.
+        shared_reads: number of SMs that share a read from L2 (on average).
+        stream_k: fixed time of the stream-K reduction, in latencies of device memory.
+        exchange: cycles per partial sum that a CTA writes or reads.
     """
 
-    mma_us: float = 0.00427
-    instruction_us: float = 0.00065
-    sync_us: float = 0.091
-    copy_us: float = 0.62
-    start_us: float = 1.64
-    store_ns: float = 0.06
-    launch_us: float = 0.94
-    bandwidth: float = 0.95
-    l2_gbs: float = 93.0
-    stream_k_us: float = 3.2
-    exchange_ns: float = 0.093
-    norm: float = 2.95
+    mma: float = 1.09
+    issue: float = 1.19
+    sync: float = 175.0
+    start: float = 2.42
+    store: float = 0.116
+    shared_reads: float = 2.14
+    stream_k: float = 6.0
+    exchange: float = 0.164
 
 
 COSTS = GemmFragmentsCosts()
@@ -75,6 +68,8 @@ BFLOAT16_CONVERT = 2
 """The number of further instructions with bfloat16 x."""
 SCHEDULERS = 4
 """The number of warp schedulers per SM."""
+MMA_PRODUCTS = 16 * 8 * 16
+"""The number of multiply-adds of an mma."""
 
 
 @dataclass(frozen=True)
@@ -344,44 +339,35 @@ def workspace(config: GemmFragmentsConfig, problem: Problem) -> Workspace:
 def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, and all waves of CTAs; stream-K tiles are the last wave.
 
-    The times on the SMs, of DRAM and of L2 overlap within a wave. The weights of tiles with the same columns are read
-    from DRAM once.
+    The weights of tiles with the same columns are read from device memory once.
     """
-    k_tiles, units = ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
+    rates, k_tiles, units = device.rates, ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
     shared, sharers = config.stream_k_units, config.stream_k_ctas
-    resident, own = device.sm_count * config.ctas_per_sm, units - shared
-    elements, rows = config.block_m * config.block_n * 1e-3, min(problem.m, config.block_m)
-    warp_us = _warp_us(config, problem)
-    latency_us = max(warp_us + COSTS.sync_us, COSTS.copy_us / config.stages) / config.warps_k
-    work_us = warp_us * config.warps_n / SCHEDULERS
+    rows, elements = min(problem.m, config.block_m), config.block_m * config.block_n
+    warp_cycles = _warp_cycles(config, problem, device)
+    sync_us = (warp_cycles + COSTS.sync) / rates.clock_mhz
     weight_bytes = config.tile_columns * FragmentLayout.of(problem).weight_tile_bytes
-    l2_bytes = weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K
-    dram_bytes = weight_bytes / ceil_div(problem.m, config.block_m)
-
-    def wave_us(ctas: int, tiles: float) -> float:
-        """Return the time of ``ctas`` CTAs that compute ``tiles`` k tiles each."""
-        per_sm = ceil_div(ctas, device.sm_count)
-        sm_us = max(tiles * latency_us, per_sm * tiles * work_us) + per_sm * COSTS.store_ns * elements
-        dram_us = ctas * tiles * dram_bytes / (COSTS.bandwidth * device.read_gbs * 1e3)
-        l2_us = ctas * tiles * l2_bytes / (COSTS.l2_gbs * device.sm_count * 1e3)
-        return p_norm((sm_us, dram_us, l2_us), COSTS.norm)
-
-    waves = ceil_div(own, resident)
-    total = COSTS.launch_us
-    if own:
-        total += (waves - 1) * wave_us(resident, k_tiles) + wave_us(own - (waves - 1) * resident, k_tiles)
-    # Other CTAs of an SM compute while one fills its pipeline, except at the begin.
-    starts: float = waves + (shared > 0) if config.ctas_per_sm == 1 else 1
+    work = CtaWork(
+        k_tiles,
+        max(sync_us, rates.latency_us / config.stages) / config.warps_k,
+        warp_cycles * config.warps_n / SCHEDULERS + COSTS.store * elements / k_tiles,
+        (weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K) / COSTS.shared_reads,
+        weight_bytes / ceil_div(problem.m, config.block_m),
+        COSTS.start * rates.latency_us,
+    )
+    total = rates.launch_us
+    if units > shared:
+        total += waves_us(units - shared, config.ctas_per_sm, work, device)
     if shared:
-        share, per_sm = shared * k_tiles / sharers, ceil_div(sharers, device.sm_count)
-        exchanged = per_sm * rows * config.block_n * (1 + sharers / shared) * 1e-3
-        total += wave_us(sharers, share) + COSTS.stream_k_us + COSTS.exchange_ns * exchanged
-        starts += share / k_tiles if per_sm == 1 else 0
-    return total + starts * COSTS.start_us
+        per_sm, tiles = ceil_div(sharers, device.sm_count), shared / sharers
+        total += waves_us(sharers, config.ctas_per_sm, work._replace(k_tiles=tiles * k_tiles), device)
+        cycles = per_sm * rows * config.block_n * (1 + sharers / shared) * COSTS.exchange
+        total += COSTS.stream_k * rates.latency_us + cycles / rates.clock_mhz
+    return total
 
 
-def _warp_us(config: GemmFragmentsConfig, problem: Problem) -> float:
-    """Return the time in which a scheduler issues a warp's instructions for one k tile, in microseconds.
+def _warp_cycles(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
+    """Return the cycles in which a scheduler issues a warp's instructions for one k tile.
 
     The counts are those of the compiled main loop: per 16 columns and 16 k, the conversion of a word of eight codes;
     per mma tile of 8 rows, half an ldmatrix and the float32 sums of a group; per k tile, copies and loop control.
@@ -392,7 +378,7 @@ def _warp_us(config: GemmFragmentsConfig, problem: Problem) -> float:
     convert = CONVERT[config.math] + (BFLOAT16_CONVERT if problem.dtype == "bfloat16" else 0)
     others: float = 8 * columns * convert + 4 * rows + 4 * columns + (4 * sums * columns * rows + 6 * columns) * groups
     others += 48 * config.x_rows / (32 * config.warps_n) + 5 * config.weight_tiles + 45
-    return mmas * COSTS.mma_us + others * COSTS.instruction_us
+    return mmas * COSTS.mma * MMA_PRODUCTS * SCHEDULERS / device.rates.mma_fp32 + others * COSTS.issue
 
 
 class GemmMmaFragments(Family[Problem, GemmFragmentsConfig]):

@@ -9,6 +9,7 @@ from cupy_awq.kernels.family import Family, Reduction, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
 from cupy_awq.kernels.gemm.reduction import slice_begins
 from cupy_awq.kernels.tiling import ceil_div, split_counts
+from cupy_awq.kernels.waves import reduction_us
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -17,24 +18,8 @@ BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
 """The extents of a CTA tile along m, n and k, and the number of threads per CTA."""
 
 
-@dataclass(frozen=True)
-class GemmSimtCosts:
-    """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
-
-    Attributes:
-        k_tile_us: time per k tile (16 rows of W) of a CTA; the times of CTAs on the same SM add up.
-        launch_us: launch overhead and epilogue.
-        reduction_us: fixed time of the split-K reduction.
-        reduction_split_us: additional time of the split-K reduction per split.
-    """
-
-    k_tile_us: float = 1.1
-    launch_us: float = 2.0
-    reduction_us: float = 2.0
-    reduction_split_us: float = 0.2
-
-
-COSTS = GemmSimtCosts()
+FMA_FRACTION = 0.27
+"""The fraction of the peak rate of multiply-adds that the kernel reaches; fitted to times on an H200."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +53,12 @@ def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
 
 def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, k tiles of the SM with the most CTAs, split-K reduction."""
-    ctas = _tiles(problem) * config.split_k
+    rates, ctas = device.rates, _tiles(problem) * config.split_k
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
-    reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
-    return COSTS.launch_us + reduction + ceil_div(ctas, device.sm_count) * k_tiles * COSTS.k_tile_us
+    cycles = BLOCK_M * BLOCK_N * BLOCK_K / (FMA_FRACTION * rates.fma)
+    sm_us = ceil_div(ctas, device.sm_count) * k_tiles * cycles / rates.clock_mhz
+    reduction = reduction_us(config.split_k, 4.0 * ctas * BLOCK_M * BLOCK_N, device)
+    return rates.launch_us + rates.latency_us + sm_us + reduction
 
 
 def plan(config: GemmSimtConfig, problem: Problem, device: Device) -> LaunchPlan:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cupy_awq.kernels.family import Family, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
 from cupy_awq.kernels.tiling import ceil_div, next_power_of_two, split_counts
+from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -26,27 +27,23 @@ REGISTERS = {1: 80, 2: 128, 4: 154, 8: 192, 16: 248}
 
 @dataclass(frozen=True)
 class GemvCosts:
-    """Constants of the cost model, fitted to 150 measured times on an H100.
+    """Fitted constants of the cost model.
 
     Attributes:
-        chunk_ns: latency per chunk (`GemvConfig.chunk`), in nanoseconds.
-        chunk_row_ns: increase of ``chunk_ns`` per row of x, in nanoseconds.
-        issue_cycles: number of instructions per weight, not counting those per row of x.
-        issue_row_cycles: increase of ``issue_cycles`` per row of x.
-        issue_rate: issue throughput of an SM, in thread instructions per nanosecond.
-        bandwidth: achieved fraction of the nominal memory bandwidth.
-        reduction_us: fixed time of the split-K reduction, in microseconds.
-        reduction_split_us: additional time of the split-K reduction per split, in microseconds.
+        chunk: latencies of device memory per chunk (`GemvConfig.chunk`).
+        chunk_row: further cycles per chunk and row of x.
+        issue: instructions of a thread per weight.
+        issue_row: increase of ``issue`` per row of x.
+        read_fraction: fraction of the bandwidth that is reached, of that of a plain read.
+        start: time to start and finish a CTA, in latencies of device memory.
     """
 
-    chunk_ns: int = 530
-    chunk_row_ns: int = 215
-    issue_cycles: float = 1.4
-    issue_row_cycles: float = 0.1
-    issue_rate: int = 218
-    bandwidth: float = 0.79
-    reduction_us: float = 2.75
-    reduction_split_us: float = 0.32
+    chunk: float = 0.9
+    chunk_row: float = 370.0
+    issue: float = 1.4
+    issue_row: float = 0.1
+    read_fraction: float = 0.75
+    start: float = 0.2
 
 
 COSTS = GemvCosts()
@@ -90,21 +87,21 @@ class Gemv(Family[Problem, GemvConfig]):
         return [GemvConfig(rows, chunk, split_k) for split_k in split_counts(ceil_div(problem.k // chunk, SLICES))]
 
     def estimate_us(self, config: GemvConfig, problem: Problem, device: Device) -> float:
-        """Return the run time in microseconds: all waves of CTAs and the split-K reduction.
-
-        The time of a wave is the longest of latency, instruction issue, and reading the weights.
-        """
-        ctas = ceil_div(problem.n, BLOCK_N) * config.split_k
-        ctas_per_sm = 65536 // (REGISTERS[config.rows] * THREADS)
-        full_waves = ceil_div(ctas, device.sm_count * ctas_per_sm) - 1
-        tail = ceil_div(ctas - full_waves * device.sm_count * ctas_per_sm, device.sm_count)
-        k = problem.k / config.split_k
-        latency = math.ceil(k / (SLICES * config.chunk)) * (COSTS.chunk_ns + COSTS.chunk_row_ns * config.rows)
-        issue = k * BLOCK_N * (COSTS.issue_cycles + COSTS.issue_row_cycles * config.rows) / COSTS.issue_rate
-        stream = k * BLOCK_N / 2 * device.sm_count / (COSTS.bandwidth * device.read_gbs)
-        work = max(issue, stream)
-        reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
-        return reduction + (full_waves * max(latency, ctas_per_sm * work) + max(latency, tail * work)) * 1e-3
+        """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction."""
+        rates, ctas = device.rates, ceil_div(problem.n, BLOCK_N) * config.split_k
+        chunk_k = SLICES * config.chunk
+        weight_bytes = problem.weight_bytes / problem.k / problem.n * BLOCK_N * chunk_k
+        issue = COSTS.issue + COSTS.issue_row * config.rows
+        work = CtaWork(
+            math.ceil(problem.k / config.split_k / chunk_k),
+            COSTS.chunk * rates.latency_us + COSTS.chunk_row * config.rows / rates.clock_mhz,
+            chunk_k * BLOCK_N * issue / (32 * rates.issue),
+            weight_bytes,
+            weight_bytes / COSTS.read_fraction,
+            COSTS.start * rates.latency_us,
+        )
+        waves = waves_us(ctas, 65536 // (REGISTERS[config.rows] * THREADS), work, device)
+        return rates.launch_us + waves + reduction_us(config.split_k, 4.0 * ctas * config.rows * BLOCK_N, device)
 
     def plan(self, config: GemvConfig, problem: Problem, device: Device) -> LaunchPlan:
         defines = (

@@ -11,9 +11,10 @@ from cupy_awq.check import Array
 from cupy_awq.kernels.family import Family, Workspace
 from cupy_awq.kernels.int8 import problem as int8_problem
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
-from cupy_awq.kernels.int8.problem import BLOCK_K, ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal
+from cupy_awq.kernels.int8.problem import BLOCK_K, ROWS_TO_BLOCKS_LAUNCHES, Int8Problem, layout_refusal
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
+from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -31,23 +32,26 @@ TILES_SM80 = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
 
 @dataclass(frozen=True)
 class GemmInt8MmaCosts:
-    """Constants of the cost model, measured for gemm_int8_sm80 on an H100.
+    """Constants of the cost model; of instructions, those per thread.
 
-    For M <= 16 the kernel is memory-bound; the model is 5 to 13% off for 12 measured times.
+    Attributes:
+        convert: instructions to dequantize one weight, which each warp along m repeats.
+        scale: instructions to scale one accumulator at the end of a quantization block.
+        issue: cycles of a scheduler per instruction.
+        chain: time of a stage of a CTA that is alone on its SM, relative to its cycles.
+        exposed: latencies of device memory per stage, over the stages whose copies are in flight; with two stages,
+            copies through registers follow each other.
+        read_fraction: fraction of the bandwidth that is reached, of that of a plain read.
+        start: time to start and finish a CTA, in latencies of device memory.
     """
 
-    few_rows_launch_us: float = 5.0
-    """The launch overhead for M <= 16, in microseconds."""
-    bytes_per_us_per_gbs: float = 720.0
-    """The achieved weight bandwidth: bytes per microsecond, per GB/s of nominal bandwidth."""
-    launch_us: float = 4.0
-    """The launch overhead for larger M, in microseconds."""
-    operations_per_us: float = 305e6
-    """The throughput of the GPU with 128 x 128 tiles, in operations per microsecond; a multiply-add is two."""
-    min_rows: int = 64
-    """The number of rows below which the time of larger M does not fall, as dequantization bounds it."""
-    copy_direct_factor: float = 2.0
-    """The factor on the time of gemm_int8_sm75, which copies through registers; an assumption, not a measurement."""
+    convert: float = 0.6
+    scale: float = 6.5
+    issue: float = 2.2
+    chain: float = 1.0
+    exposed: float = 0.25
+    read_fraction: float = 0.8
+    start: float = 2.0
 
 
 COSTS = GemmInt8MmaCosts()
@@ -76,11 +80,7 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
         return layout_refusal(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
-        """Return every legal configuration, best first, because the cost model estimates the same time for all of them.
-
-        The best configuration has the smallest tile that holds all rows (or the largest tile if none does), and the
-        largest split-K factor for which all CTAs run in one wave.
-        """
+        """Return every legal configuration."""
         found = []
         for warp_m, warps_m, warps_n in self._tiles(problem):
             for split_k in SPLITS:
@@ -90,20 +90,31 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
                 fills = rows * columns * split_k <= CTAS_PER_SM * device.sm_count
                 if split_k == 1 or (fills and split_k <= ceil_div(problem.k, BLOCK_K)):
                     found += fitting[:1]
-        return sorted(found, key=lambda config: (*_weight_reads(config.block_m, problem), -config.split_k))
+        return found
 
     def estimate_us(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> float:
-        """Return the run time of the best configuration in microseconds; the estimate does not depend on ``config``."""
-        if problem.m <= 16:
-            weight_bytes = problem.n * (problem.k * problem.bits / 8 + 4 * problem.parameters * problem.blocks)
-            time_us = COSTS.few_rows_launch_us + weight_bytes / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
-        else:
-            tiles, block_m = min(_weight_reads(warp_m * warps, problem) for warp_m, warps, _ in self._tiles(problem))
-            rows = max(tiles * block_m, COSTS.min_rows)
-            time_us = COSTS.launch_us + 2 * rows * problem.n * problem.k / COSTS.operations_per_us
-        if self is GEMM_INT8_SM75:
-            time_us *= COSTS.copy_direct_factor
-        return time_us + ROWS_TO_BLOCKS_US if problem.row_scales else time_us
+        """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction."""
+        rates, elements = device.rates, config.block_m * config.block_n
+        rows, columns = _grid(config, problem)
+        ctas, blocks = rows * columns * config.split_k, _blocks_in_stage(problem)
+        converted = COSTS.convert * BLOCK_K * config.block_n * config.warps_m * (problem.bits == 4)
+        issued = (converted + COSTS.scale * elements * blocks) / 32 / rates.issue
+        mma_rate = rates.mma_fp8 if problem.fp8 else rates.mma_int8
+        cycles = elements * BLOCK_K / mma_rate + COSTS.issue * issued
+        copied = 9.0 if self is GEMM_INT8_SM75 else 1 / (config.stages - 1)
+        weight_bytes = config.block_n * (BLOCK_K * problem.bits / 8 + 4 * problem.parameters * blocks)
+        work = CtaWork(
+            ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k),
+            COSTS.exposed * copied * rates.latency_us + COSTS.chain * cycles / rates.clock_mhz,
+            cycles,
+            weight_bytes + config.block_m * BLOCK_K,
+            weight_bytes / rows / COSTS.read_fraction,
+            COSTS.start * rates.latency_us,
+        )
+        fitting = device.shared_bytes_per_sm // (_shared_bytes(config, problem) + 1024)
+        us = rates.launch_us + waves_us(ctas, max(1, min(CTAS_PER_SM, fitting)), work, device)
+        us += reduction_us(config.split_k, 4.0 * ctas * elements, device)
+        return us + ROWS_TO_BLOCKS_LAUNCHES * rates.launch_us * problem.row_scales
 
     def plan(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
@@ -135,11 +146,6 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
 
 GEMM_INT8_SM75 = GemmInt8Mma("gemm_int8_sm75", (Capability.MMA_INT8_M8N8K16,), stages=(2,))
 GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", (Capability.MMA_INT8_M16N8K32, Capability.CP_ASYNC), stages=(4, 3, 2))
-
-
-def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
-    """Return the number of tiles along m, each of which reads the whole weight, and the number of rows per tile."""
-    return ceil_div(problem.m, block_m), block_m
 
 
 def _grid(config: WarpTileConfig, problem: Int8Problem) -> tuple[int, int]:

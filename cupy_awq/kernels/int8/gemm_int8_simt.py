@@ -14,17 +14,8 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 NAME = "gemm_int8_simt"
 
 
-@dataclass(frozen=True)
-class GemmInt8SimtCosts:
-    """Constants of the cost model, which assume one eighth of the peak dp4a throughput; not fitted to measurements."""
-
-    launch_us: float = 20.0
-    """The launch overhead and pipeline fill, in microseconds."""
-    operations_per_us_per_sm: float = 0.1e6
-    """The throughput of one SM, in operations per microsecond; a multiply-add counts as two operations."""
-
-
-COSTS = GemmInt8SimtCosts()
+FMA_FRACTION = 0.26
+"""The multiply-adds per cycle over the rate of float32 multiply-adds: an eighth of that of dp4a; not measured."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +46,10 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:
 
 
 def estimate_us(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> float:
-    """Return the run time in microseconds: the operations of all tiles at a fixed throughput."""
+    """Return the run time in microseconds: launch overhead, and the multiply-adds of the SM with the most CTAs."""
     rows, columns, _ = _grid(config, problem)
-    operations = 2 * rows * columns * config.tile**2 * problem.k
-    return COSTS.launch_us + operations / (COSTS.operations_per_us_per_sm * device.sm_count)
+    rates, products = device.rates, ceil_div(rows * columns, device.sm_count) * config.tile**2 * problem.k
+    return rates.launch_us + 2 * rates.latency_us + products / (FMA_FRACTION * rates.fma * rates.clock_mhz)
 
 
 def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> LaunchPlan:

@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Family, Workspace
-from cupy_awq.kernels.int8.problem import ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal, prepare_weight
+from cupy_awq.kernels.int8.problem import ROWS_TO_BLOCKS_LAUNCHES, Int8Problem, layout_refusal, prepare_weight
 from cupy_awq.kernels.tiling import ceil_div, split_counts
+from cupy_awq.kernels.waves import reduction_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.rates import READ_FRACTION
 
 NAME = "gemv_int8"
 MAX_ROWS = 8
@@ -25,22 +27,19 @@ COLUMNS = 16
 
 @dataclass(frozen=True)
 class GemvInt8Costs:
-    """Constants of the cost model, fitted to 69 times of 41 random problems on an H100; RMS error 9%."""
+    """Constants of the cost model, fitted to 69 times of 41 random problems on an H100; RMS error 9%.
 
-    launch_us: float = 1.13
-    """The launch overhead without split-K, in microseconds."""
-    split_launch_us: float = 0.82
-    """The launch overhead with split-K, in microseconds."""
-    cta_us: float = 0.49
-    """The time of a CTA apart from loads and multiplications, in microseconds."""
-    reduction_us: float = 0.91
-    """The time of the split-K reduction per wave of CTAs, in microseconds."""
-    bytes_per_us_per_gbs: float = 1.18e3
-    """The achieved memory bandwidth: bytes per microsecond, per GB/s of nominal bandwidth."""
-    weights_per_us: float = 245e3
-    """The throughput of one SM, in multiply-adds per microsecond."""
+    Attributes:
+        start: time to start and finish a CTA, in latencies of device memory.
+        read_fraction: bandwidth that is reached, relative to that of a plain read; PDL hides a part of the time.
+        fma_fraction: multiply-adds per cycle over the rate of float32 multiply-adds.
+        free_rows: number of rows of x whose multiply-adds overlap entirely with the loads.
+    """
+
+    start: float = 0.8
+    read_fraction: float = 1.24
+    fma_fraction: float = 1.1
     free_rows: float = 0.2
-    """The number of rows of x whose multiply-adds overlap entirely with the loads."""
 
 
 COSTS = GemvInt8Costs()
@@ -76,19 +75,17 @@ def configs(problem: Int8Problem, device: Device) -> list[GemvInt8Config]:
 
 def estimate_us(config: GemvInt8Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, and load, math and reduction time of all waves of CTAs."""
-    cta_weights = COLUMNS * problem.k / config.split_k
+    rates, cta_weights = device.rates, COLUMNS * problem.k / config.split_k
     parameter_bytes = COLUMNS * 4 * problem.parameters * problem.blocks / config.split_k
-    loaded_bytes = cta_weights * problem.bits / 8 + parameter_bytes
-    load_us = loaded_bytes * device.sm_count / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
-    multiply_us = cta_weights * (config.rows - COSTS.free_rows) / COSTS.weights_per_us
-    ctas_per_sm = ceil_div(problem.n, COLUMNS) * config.split_k / device.sm_count
+    loaded_bytes = (cta_weights * problem.bits / 8 + parameter_bytes) * device.sm_count
+    load_us = device.read_us(loaded_bytes) / (READ_FRACTION * COSTS.read_fraction)
+    multiply_us = cta_weights * (config.rows - COSTS.free_rows) / (COSTS.fma_fraction * rates.fma * rates.clock_mhz)
+    ctas = ceil_div(problem.n, COLUMNS) * config.split_k
     # A partial last wave takes less time than a full one, because each CTA gets a larger share of the bandwidth.
-    waves = (math.ceil(ctas_per_sm) + max(ctas_per_sm, 1)) / 2
-    launch_us, reduction_us = COSTS.launch_us, 0.0
-    if config.split_k > 1:
-        launch_us, reduction_us = COSTS.split_launch_us, COSTS.reduction_us
-    expand_us = ROWS_TO_BLOCKS_US if problem.row_scales else 0.0
-    return launch_us + waves * (load_us + multiply_us + COSTS.cta_us + reduction_us) + expand_us
+    waves = (math.ceil(ctas / device.sm_count) + max(ctas / device.sm_count, 1)) / 2
+    us = rates.launch_us + waves * (load_us + multiply_us + COSTS.start * rates.latency_us)
+    us += reduction_us(config.split_k, 4.0 * ctas * config.rows * COLUMNS, device)
+    return us + ROWS_TO_BLOCKS_LAUNCHES * rates.launch_us * problem.row_scales
 
 
 def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
