@@ -25,15 +25,12 @@ class DeviceRates:
         read_gbs: bandwidth of device memory by the data sheet in GB/s, or the measured one over READ_FRACTION.
         l2_gbs: bandwidth of reads of all SMs from L2, in GB/s.
         mma_fp32: multiply-adds of mma.sync of float16 with float32 accumulators.
-        mma_fp16: multiply-adds of mma.sync of float16 with float16 accumulators.
         mma_int8: multiply-adds of mma.sync of int8.
         mma_fp8: multiply-adds of mma.sync of e4m3 with float32 accumulators.
         tensor: multiply-adds of float16 by the fastest instruction: mma.sync, wgmma or tcgen05.
         fma: multiply-adds of float32 by CUDA cores.
         issue: warp instructions.
-        shared_bytes: bytes that the warps read from shared memory.
         launch_us: time of an empty kernel in a CUDA graph, in microseconds.
-        handover_us: time that a launch adds to a chain of dependent launches (PDL) beside its work, in microseconds.
         latency_us: latency of a load from device memory, in microseconds.
     """
 
@@ -41,15 +38,12 @@ class DeviceRates:
     read_gbs: float
     l2_gbs: float
     mma_fp32: float
-    mma_fp16: float
     mma_int8: float
     mma_fp8: float
     tensor: float
     fma: float
     issue: float
-    shared_bytes: float
     launch_us: float
-    handover_us: float
     latency_us: float
 
 
@@ -64,7 +58,6 @@ class Architecture(NamedTuple):
     block_kib: int
     sm_kib: int
     mma_fp32: int
-    mma_fp16: int
     mma_int8: int
     mma_fp8: int
     tensor: int
@@ -77,20 +70,20 @@ class Architecture(NamedTuple):
 # a register loop on an H100; newer GPUs with tcgen05 are assumed to have mma.sync of an A100. L2: 2155 GB/s of a V100
 # and 1270 of a T4 (Jia et al., "Dissecting the NVIDIA Turing T4 GPU"), the others by the articles of Chips and Cheese.
 ARCHITECTURES = {
-    60: Architecture(48, 64, 0, 0, 0, 0, 128, 64, 16),
-    61: Architecture(48, 96, 0, 0, 0, 0, 2, 128, 16),
-    70: Architecture(96, 96, 512, 512, 0, 0, 512, 64, 17.6),
-    72: Architecture(96, 96, 512, 512, 0, 0, 512, 64, 17.6),
-    75: Architecture(64, 64, 512, 512, 1024, 0, 512, 64, 20),
-    80: Architecture(163, 164, 1024, 1024, 2048, 0, 1024, 64, 32),
-    86: Architecture(99, 100, 512, 512, 1024, 0, 512, 128, 17),
-    87: Architecture(163, 164, 1024, 1024, 2048, 0, 1024, 128, 32),
-    89: Architecture(99, 100, 512, 512, 1024, 1024, 512, 128, 15.5),
-    90: Architecture(227, 228, 1200, 1200, 2400, 2400, 2048, 128, 24.7),
-    100: Architecture(227, 228, 1024, 1024, 2048, 2048, 4096, 128, 24.7),
-    110: Architecture(227, 228, 1024, 1024, 2048, 2048, 4096, 128, 24.7),
-    120: Architecture(99, 100, 512, 512, 1024, 1024, 512, 128, 15.5),
-    121: Architecture(99, 100, 512, 512, 1024, 1024, 512, 128, 15.5),
+    60: Architecture(48, 64, 0, 0, 0, 128, 64, 16),
+    61: Architecture(48, 96, 0, 0, 0, 2, 128, 16),
+    70: Architecture(96, 96, 512, 0, 0, 512, 64, 17.6),
+    72: Architecture(96, 96, 512, 0, 0, 512, 64, 17.6),
+    75: Architecture(64, 64, 512, 1024, 0, 512, 64, 20),
+    80: Architecture(163, 164, 1024, 2048, 0, 1024, 64, 32),
+    86: Architecture(99, 100, 512, 1024, 0, 512, 128, 17),
+    87: Architecture(163, 164, 1024, 2048, 0, 1024, 128, 32),
+    89: Architecture(99, 100, 512, 1024, 1024, 512, 128, 15.5),
+    90: Architecture(227, 228, 1200, 2400, 2400, 2048, 128, 24.7),
+    100: Architecture(227, 228, 1024, 2048, 2048, 4096, 128, 24.7),
+    110: Architecture(227, 228, 1024, 2048, 2048, 4096, 128, 24.7),
+    120: Architecture(99, 100, 512, 1024, 1024, 512, 128, 15.5),
+    121: Architecture(99, 100, 512, 1024, 1024, 512, 128, 15.5),
 }
 """The architectures of the GPUs in `GPUS`, by 10 * compute capability."""
 
@@ -131,15 +124,12 @@ class Gpu(NamedTuple):
             read_gbs=self.read_gbs,
             l2_gbs=known.l2_bytes * self.sm_count * self.clock_mhz / 1e3,
             mma_fp32=known.mma_fp32 * half,
-            mma_fp16=known.mma_fp16 * share,
             mma_int8=known.mma_int8 * share,
             mma_fp8=known.mma_fp8 * half,
             tensor=known.tensor * share,
             fma=known.fma,
             issue=4,
-            shared_bytes=64 if self.arch == 75 else 128,
             launch_us=1.5 if is_unified else 0.9,
-            handover_us=1.5,
             latency_us=0.9 if is_unified else 0.6,
         )
 

@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         "4096x12288 --op gemm_int8 --m 1,64",
         "64x64 --op conv2d --m 1,8",
         "--model Qwen3-8B-AWQ/ --m 1,4",
+        "--rates",
     ]
     tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, examples)
     add_operation(tune, nargs="*", ms="the powers of two up to 4096; conv2d: to 32")
@@ -159,6 +160,8 @@ def _parser() -> argparse.ArgumentParser:
         help="tune the GEMMs inside the decode steps of a model, for --m sequences (default: 1,2,4,8,16): a Hugging"
         " Face folder, a .gguf or .ak48 file, or a name for random weights, such as qwen3-8b",
     )
+
+    tune.add_argument("--rates", action="store_true", help="measure the rates of this GPU that the cost models use")
 
     examples = ["--arch 90a", "--arch 80 --arch 89", "--arch 90a --batch-invariant"]
     compile_ = command("compile", _compile, "compile the kernels of common layers, without a GPU", COMPILE, examples)
@@ -231,6 +234,7 @@ Times the configurations with the lowest modelled times, with weights that are c
 in L2, and stores the fastest for each shape and M in the user's cache
 (CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm of any group
 size and dtype uses the configuration of M = 16, for example, for 9 to 16 rows.
+--rates measures bandwidths, latencies and rates of instructions in about 20 s instead.
 In a decode step the kernels of a layer overlap, so with --model (Hopper GPUs) the GEMMs
 are timed in steps of the model's first layers with 1024 cached tokens per sequence."""
 
@@ -333,13 +337,15 @@ def _progress(command: str, text: str) -> None:
 def _tune(args: argparse.Namespace) -> int:
     from cupy_awq.tools import autotune
 
-    if (args.model is None) == (not args.shapes):
-        raise ValueError("tune: expected shapes KxN or a --model")
+    if bool(args.shapes) + (args.model is not None) + args.rates != 1:
+        raise ValueError("tune: expected shapes KxN, a --model or --rates")
     device = placement.resolve()
     if device == HOST:
         raise ValueError("tune: expected an NVIDIA GPU, found none")
     if args.tries is not None and args.tries < 1:
         raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
+    if args.rates:
+        return _tune_rates(args, device)
     if args.model is not None:
         return _tune_model(args, device)
     op = check_operation(args, "tune")
@@ -350,6 +356,22 @@ def _tune(args: argparse.Namespace) -> int:
         rows.append(row)
         path = autotune.keep(row, device)
     print(autotune.render(rows))
+    print(f"stored in {path}")
+    return 0
+
+
+def _tune_rates(args: argparse.Namespace, device: int) -> int:
+    from cupy_awq.runtime import device as devices
+    from cupy_awq.runtime import rates
+    from cupy_awq.tools import rate_tuning
+    from cupy_awq.tools.table import render
+
+    refuse(args, "tune: --rates", *OPERATION_OPTIONS, "m", "tries")
+    gpu = devices.of(device)
+    measured = rate_tuning.measure(device, lambda text: _progress("tune", text))
+    path = rates.write(gpu.name, measured)
+    lines = [[name, f"{us:.4g}", f"{getattr(gpu.rates, name):.4g}"] for name, us in measured.items()]
+    print(render(("rate", "measured", "before"), lines))
     print(f"stored in {path}")
     return 0
 
