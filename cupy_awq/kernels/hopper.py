@@ -15,10 +15,10 @@ HOPPER = Capability.WGMMA, Capability.TMA, Capability.CLUSTERS, Capability.DEPEN
 T = TypeVar("T")
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
-CLOCK_MHZ = 1750
-"""The SM clock in MHz that converts cycles of cost models to time."""
 MIN_TENSOR_CYCLES = 13
 """The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
+WGMMA_PRODUCTS = 64 * 16
+"""The number of multiply-adds of a wgmma of 16-bit values per row of x."""
 REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
 """The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
 SCHEDULERS = 4
@@ -32,6 +32,11 @@ CONVERSION_ROWS = 77
 def p_norm(values: Iterable[float], exponent: float) -> float:
     """Return the p-norm of times that overlap, a smooth maximum."""
     return float(sum(value**exponent for value in values) ** (1 / exponent))
+
+
+def wgmma_cycles(rows: int, device: Device) -> float:
+    """Return the tensor-core cycles of a wgmma with ``rows`` rows of x."""
+    return max(rows * WGMMA_PRODUCTS / device.rates.tensor, MIN_TENSOR_CYCLES)
 
 
 def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:

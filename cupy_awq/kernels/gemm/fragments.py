@@ -12,8 +12,8 @@ from cupy_awq.kernels.hopper import p_norm
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import TensorMap
 
-POWER_LIMITED_TFLOPS = 877.0
-"""The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
+POWER_LIMITED_FRACTION = 0.927
+"""The fraction of the peak throughput at which an H100 or H200 reaches the power limit of 700 W."""
 ROUNDED_MIN_M = 33
 """The smallest M for rounded products of weights and scales, as fewer rows promise the bits of unrounded weights."""
 MAX_FUSED_ROWS = 32
@@ -72,13 +72,14 @@ def fragment_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
     )
 
 
-def power_limited_us(work_us: float, problem: Problem) -> float:
+def power_limited_us(work_us: float, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds, under the power limit, of work that takes ``work_us`` at full clock.
 
-    The result is a smooth maximum of ``work_us`` and the time at POWER_LIMITED_TFLOPS: the clock rises while some SMs
-    are idle, so the limit is gradual.
+    The result is a smooth maximum of ``work_us`` and the time at POWER_LIMITED_FRACTION of the peak: the clock rises
+    while some SMs are idle, so the limit is gradual.
     """
-    power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
+    products_per_us = POWER_LIMITED_FRACTION * device.rates.tensor * device.rates.clock_mhz * device.sm_count
+    power_us = problem.m * problem.n * problem.k / products_per_us
     return p_norm((work_us, power_us), 3)
 
 

@@ -5,9 +5,9 @@ Each model adds fixed times of a launch to the p-norm of times that overlap: com
 its slowest consumer, the copies, and reading the weight from device memory. A p-norm is a smooth maximum.
 
 The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128): those of
-mma to 32954 times of 638 problems with M <= 8, but `MmaCosts.latency_ns` and `MmaCosts.issue_ns` of 16 rows to problems
-with M <= 16, those of wgmma to 55125 times of 2213 problems with M >= 9. The fit (``tests/peers/fit.py``) minimizes
-squared errors of log(estimate / time), most of all those of ratios within a problem; the RMS error of configurations
+mma to 32954 times of 638 problems with M <= 8, but `MmaCosts.latency_cycles` and `MmaCosts.issue_cycles` of 16 rows to
+problems with M <= 16, those of wgmma to 55125 times of 2213 problems with M >= 9. The fit (``tests/peers/fit.py``)
+minimizes squared errors of log(estimate / time), mostly of ratios within a problem; the RMS error of configurations
 within 10% of the fastest one is 4% to 6%. The first choice is slower than the fastest of about 40 measured
 configurations by 2.9% (M <= 8), 2.2% (M <= 16), 2% (M <= 64) and 1.1% (larger M; geometric means).
 """
@@ -23,14 +23,13 @@ from cupy_awq.kernels.gemm.gemm_sm90_config import GemmSm90Config
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.hopper import (
-    CLOCK_MHZ,
-    MIN_TENSOR_CYCLES,
     SCHEDULERS,
     costs_by_rows,
     costs_table,
     p_norm,
     prefetch_waits,
     resident_clusters,
+    wgmma_cycles,
 )
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
@@ -59,8 +58,8 @@ class MmaCosts:
         gather_us: fixed time to gather the columns of x, with ``gathers_x``.
         gather_kib_us: further time per KiB of x that the CTAs of an SM copy, with ``gathers_x``.
         gather_split_us: further time with ``gathers_x`` and split-K.
-        latency_ns: time per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
-        issue_ns: time in which a scheduler issues the instructions of one warp for a weight tile, by ``x_rows``.
+        latency_cycles: cycles per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
+        issue_cycles: cycles in which a scheduler issues the instructions of one warp for a weight tile, by ``x_rows``.
     """
 
     launch_us: float = 1.513
@@ -80,8 +79,10 @@ class MmaCosts:
     gather_us: float = 1.4
     gather_kib_us: float = 0.002
     gather_split_us: float = 0.34
-    latency_ns: dict[int, float] = field(default_factory=lambda: {1: 95, 2: 101, 4: 119, 8: 111, 16: 210})
-    issue_ns: dict[int, float] = field(default_factory=lambda: {1: 36.6, 2: 34.4, 4: 38.4, 8: 37.6, 16: 82})
+    latency_cycles: dict[int, float] = field(
+        default_factory=lambda: {1: 166.25, 2: 176.75, 4: 208.25, 8: 194.25, 16: 367.5}
+    )
+    issue_cycles: dict[int, float] = field(default_factory=lambda: {1: 64.05, 2: 60.2, 4: 67.2, 8: 65.8, 16: 143.5})
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ class MmaInvariantCosts:
     Attributes:
         launch_us, wave_us, reduction_us, cluster_us, stream_factor, norm: as in `MmaCosts`.
         nonresident_us: as in `WgmmaCosts`.
-        chain_ns: latency per k tile of a warp that is alone on its scheduler, by ``scaled``.
-        stage_ns: additional latency per pipeline stage.
-        issue_ns: time in which a scheduler issues the instructions of one warp for a k tile, by ``scaled``.
-        many_rows: factor on ``issue_ns`` for more than 8 rows.
+        chain_cycles: cycles per k tile of a warp that is alone on its scheduler, by ``scaled``.
+        stage_cycles: additional cycles per pipeline stage.
+        issue_cycles: cycles in which a scheduler issues the instructions of one warp for a k tile, by ``scaled``.
+        many_rows: factor on ``issue_cycles`` for more than 8 rows.
         x_gbs: bandwidth of copies of x to an SM, in GB/s.
         k_tile_us: additional time until the first stage has landed, per k tile of a stage beyond the first.
     """
@@ -108,9 +109,9 @@ class MmaInvariantCosts:
     cluster_us: float = 0.156
     stream_factor: float = 1.006
     norm: float = 2.2
-    chain_ns: dict[bool, float] = field(default_factory=lambda: {True: 176.0, False: 114.0})
-    stage_ns: float = 150.0
-    issue_ns: dict[bool, float] = field(default_factory=lambda: {True: 106.0, False: 87.0})
+    chain_cycles: dict[bool, float] = field(default_factory=lambda: {True: 308.0, False: 199.5})
+    stage_cycles: float = 262.5
+    issue_cycles: dict[bool, float] = field(default_factory=lambda: {True: 185.5, False: 152.25})
     many_rows: float = 1.15
     x_gbs: float = 59.6
     k_tile_us: float = 0.328
@@ -283,14 +284,16 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     """Return the modelled run time of the mma kernel."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
     _, mine = _k_tiles(config, problem)
-    stream = problem.weight_bytes / (device.read_gbs * 1e3)
+    stream = device.read_us(problem.weight_bytes)
     warps = at.concurrent * config.consumers * config.consumer_warps
-    issue_ns, latency_ns = ceil_div(warps, SCHEDULERS) * costs.issue_ns[config.x_rows], costs.latency_ns[config.x_rows]
+    clock = device.rates.clock_mhz
+    latency_us = costs.latency_cycles[config.x_rows] / clock
+    issue_us = ceil_div(warps, SCHEDULERS) * costs.issue_cycles[config.x_rows] / clock
     iterations = config.iterations(problem)
-    stage_us = costs.refill_us + config.k_tiles * max(issue_ns, latency_ns) * 1e-3
+    stage_us = costs.refill_us + config.k_tiles * max(issue_us, latency_us)
     overlapping = {
-        "SM": at.waves * mine * issue_ns * 1e-3,
-        "consumer": at.waves * mine * latency_ns * 1e-3,
+        "SM": at.waves * mine * issue_us,
+        "consumer": at.waves * mine * latency_us,
         "stages": at.waves * max(0.0, iterations / config.stages - 1) * stage_us,
         "weight": costs.stream_factor * stream,
     }
@@ -317,14 +320,14 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
 
 def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
     """Return the modelled run time of the batch-invariant mma kernel."""
-    costs, at = MMA_INVARIANT_COSTS, Occupancy.of(config, problem, device)
+    costs, at, clock = MMA_INVARIANT_COSTS, Occupancy.of(config, problem, device), device.rates.clock_mhz
     k_tiles, mine = _k_tiles(config, problem)
     warps = at.concurrent * config.consumers * config.consumer_warps
-    issue_ns = costs.issue_ns[config.scaled] * (costs.many_rows if problem.m > 8 else 1.0)
+    issue_cycles = costs.issue_cycles[config.scaled] * (costs.many_rows if problem.m > 8 else 1.0)
     overlapping = {
-        "SM": at.waves * ceil_div(warps, SCHEDULERS) * mine * issue_ns * 1e-3,
-        "consumer": at.waves * mine * (costs.chain_ns[config.scaled] + costs.stage_ns / config.k_tiles) * 1e-3,
-        "weight": costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+        "SM": at.waves * ceil_div(warps, SCHEDULERS) * mine * issue_cycles / clock,
+        "consumer": at.waves * mine * (costs.chain_cycles[config.scaled] + costs.stage_cycles / config.k_tiles) / clock,
+        "weight": costs.stream_factor * device.read_us(problem.weight_bytes),
         "x": at.busiest * k_tiles * WEIGHT_TILE_K * 2 * problem.m / (costs.x_gbs * 1e3),
     }
     split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
@@ -343,10 +346,10 @@ def wgmma_costs(m: int) -> WgmmaCosts:
 
 def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
     """Return the modelled run time of the wgmma kernel."""
-    costs, at = wgmma_costs(problem.m), Occupancy.of(config, problem, device)
+    costs, at, clock = wgmma_costs(problem.m), Occupancy.of(config, problem, device), device.rates.clock_mhz
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
-    tensor_cycles = costs.tensor_factor * max(rows / 2, MIN_TENSOR_CYCLES) * (WEIGHT_TILE_K // 16)
+    tensor_cycles = costs.tensor_factor * wgmma_cycles(rows, device) * (WEIGHT_TILE_K // 16)
     issue_cycles = costs.dequantize_cycles
     issue_cycles += costs.scale_cycles if config.scaled else costs.accumulate_cycles * rows
     if not config.scaled and not config.consumer_registers:
@@ -354,16 +357,16 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
     row_cycles = costs.consumer_row_cycles + (0.0 if config.scaled else costs.unscaled_row_cycles)
     loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + row_cycles * rows)
     k_tile_bytes = 2 * WEIGHT_TILE_K * rows + problem.weight_bytes / problem.k / problem.n * WEIGHT_TILE_K * columns
-    copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * CLOCK_MHZ)
+    copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * clock)
     stream_factor = costs.stream_factor * (1.0 if config.prefetch_weights else costs.late_stream_factor)
     # With `scaled`, a consumer releases a stage one iteration later.
     free_stages = max(config.stages - (config.consumers if config.scaled else 0), 0.5)
     overlapping = {
-        "SM": at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
-        "consumer": at.waves * mine * loop_cycles / CLOCK_MHZ,
+        "SM": at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / clock,
+        "consumer": at.waves * mine * loop_cycles / clock,
         "copies": at.busiest * k_tiles * copy_us,
         "stages": at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
-        "weight": stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+        "weight": stream_factor * device.read_us(problem.weight_bytes),
     }
     accumulators = rows * columns * 1e-3
     iterations = config.iterations(problem)
@@ -386,5 +389,5 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "x": costs.queue_us * queue,
         "pause": costs.pause_us * pause,
     }
-    us = sum(fixed.values()) + power_limited_us(p_norm(overlapping.values(), costs.norm), problem)
+    us = sum(fixed.values()) + power_limited_us(p_norm(overlapping.values(), costs.norm), problem, device)
     return TimeParts(us, fixed, overlapping)

@@ -51,28 +51,28 @@ class GemmSm90LargeCosts:
 
     Attributes:
         launch_us: launch overhead, in microseconds.
-        conversion_us: time to dequantize the weights of a k tile (128 rows of W) and 128 columns of a CTA tile, in
-            microseconds, by ``m64_tiles``; it overlaps with the tensor cores' time.
-        tensor_us: time of the tensor cores per k tile, 128 columns and row of a CTA tile, in microseconds.
+        conversion_cycles: cycles to dequantize the weights of a k tile (128 rows of W) and 128 columns of a CTA tile,
+            by ``m64_tiles``; it overlaps with the tensor cores' time.
+        tensor: time of the tensor cores, relative to that at the peak rate.
         k_tile_norm: exponent of the p-norm of these two times.
         norm: exponent of the p-norm of the time on the SMs and the time to read the weight.
-        store_ns: time to store y, per element of a CTA tile, in nanoseconds.
+        store_cycles: cycles to store y, per element of a CTA tile.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
-        reduction_ns: time of the stream-K reduction, per element of a CTA tile, in nanoseconds.
-        reduction_split_ns: increase of ``reduction_ns`` per cluster that shares a unit, in nanoseconds.
+        reduction_cycles: cycles of the stream-K reduction, per element of a CTA tile.
+        reduction_split_cycles: increase of ``reduction_cycles`` per cluster that shares a unit.
         stream_k_factor: compute time per k tile of a stream-K unit, relative to that of other units: clusters that
             share units are at different k, so that they find fewer rows of x in L2.
     """
 
     launch_us: float = 1.53
-    conversion_us: dict[int, float] = field(default_factory=lambda: {1: 0.546, 2: 0.479})
-    tensor_us: float = 0.00426
+    conversion_cycles: dict[int, float] = field(default_factory=lambda: {1: 955.5, 2: 838.25})
+    tensor: float = 0.932
     k_tile_norm: float = 5.0
     norm: float = 4.0
-    store_ns: float = 0.028
+    store_cycles: float = 0.049
     stream_factor: float = 1.44
-    reduction_ns: float = 0.077
-    reduction_split_ns: float = 0.0746
+    reduction_cycles: float = 0.13475
+    reduction_split_cycles: float = 0.13055
     stream_k_factor: float = 1.038
 
 
@@ -282,17 +282,17 @@ def time_parts(config: GemmSm90LargeConfig, problem: Problem, device: Device) ->
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)
     share = config.stream_k_units * k_tiles / config.stream_k_clusters if config.stream_k_units else 0.0
-    k_tile_us = p_norm((COSTS.conversion_us[config.m64_tiles], COSTS.tensor_us * config.block_m), COSTS.k_tile_norm)
-    k_tile_us *= config.block_n / 128
+    tensor_cycles = COSTS.tensor * config.block_m * 128 * WEIGHT_TILE_K / device.rates.tensor
+    k_tile_cycles = p_norm((COSTS.conversion_cycles[config.m64_tiles], tensor_cycles), COSTS.k_tile_norm)
+    k_tile_cycles *= config.block_n / 128
     tiles = waves + (max(1.0, share / k_tiles) if config.stream_k_units else 0.0)
-    elements = config.block_m * config.block_n * 1e-3
-    work = power_limited_us(
-        k_tile_us * (waves * k_tiles + COSTS.stream_k_factor * share) + COSTS.store_ns * tiles * elements, problem
-    )
-    overlapping = {"SM": work, "weight": COSTS.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3)}
+    elements, clock = config.block_m * config.block_n, device.rates.clock_mhz
+    cycles = k_tile_cycles * (waves * k_tiles + COSTS.stream_k_factor * share) + COSTS.store_cycles * tiles * elements
+    work = power_limited_us(cycles / clock, problem, device)
+    overlapping = {"SM": work, "weight": COSTS.stream_factor * device.read_us(problem.weight_bytes)}
     reduction = 0.0
     if config.stream_k_units:
-        reduction = (COSTS.reduction_ns + COSTS.reduction_split_ns * config.split_k) * elements
+        reduction = (COSTS.reduction_cycles + COSTS.reduction_split_cycles * config.split_k) * elements / clock
     fixed = {"launch": COSTS.launch_us, "stream-K": reduction}
     return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), COSTS.norm), fixed, overlapping)
 

@@ -40,31 +40,31 @@ class GemmSm90RawCosts:
     and a `Plan` choose the same kernel and return bit-identical results.
 
     Attributes:
-        step_ns: latency of one step (32 rows of W) of a warp, in nanoseconds.
-        sm_step_ns: time in which an SM with all its warps resident computes one step of 64 columns, in nanoseconds.
+        step_cycles: cycles of one step (32 rows of W) of a warp.
+        sm_step_cycles: cycles in which an SM with all its warps resident computes one step of 64 columns.
         launch_us: launch overhead, in microseconds.
     """
 
-    step_ns: float
-    sm_step_ns: float
+    step_cycles: float
+    sm_step_cycles: float
     launch_us: float
 
 
 COSTS: dict[int, dict[Shape, GemmSm90RawCosts]] = {
     1: {
-        (1, 16, 2, 1): GemmSm90RawCosts(446, 45.2, 1.67),
-        (2, 16, 2, 1): GemmSm90RawCosts(594, 34.1, 2.00),
-        (4, 8, 2, 1): GemmSm90RawCosts(792, 18.0, 2.22),
+        (1, 16, 2, 1): GemmSm90RawCosts(780.5, 79.1, 1.67),
+        (2, 16, 2, 1): GemmSm90RawCosts(1039.5, 59.675, 2.00),
+        (4, 8, 2, 1): GemmSm90RawCosts(1386, 31.5, 2.22),
     },
     8: {
-        (1, 16, 2, 1): GemmSm90RawCosts(443, 48.0, 1.91),
-        (2, 16, 2, 1): GemmSm90RawCosts(602, 35.4, 2.63),
-        (4, 8, 2, 1): GemmSm90RawCosts(790, 19.7, 3.12),
+        (1, 16, 2, 1): GemmSm90RawCosts(775.25, 84, 1.91),
+        (2, 16, 2, 1): GemmSm90RawCosts(1053.5, 61.95, 2.63),
+        (4, 8, 2, 1): GemmSm90RawCosts(1382.5, 34.475, 3.12),
     },
     16: {
-        (1, 16, 2, 1): GemmSm90RawCosts(507, 54.0, 2.44),
-        (2, 8, 3, 1): GemmSm90RawCosts(520, 31.6, 2.78),
-        (2, 4, 3, 2): GemmSm90RawCosts(516, 29.0, 2.91),
+        (1, 16, 2, 1): GemmSm90RawCosts(887.25, 94.5, 2.44),
+        (2, 8, 3, 1): GemmSm90RawCosts(910, 55.3, 2.78),
+        (2, 4, 3, 2): GemmSm90RawCosts(903, 50.75, 2.91),
     },
 }
 """The constants of the cost model by ``rows``, then by `Shape`; the keys are also the configurations to try."""
@@ -229,11 +229,11 @@ def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> 
     ctas = config.ctas(problem)
     waves = ceil_div(ctas, config.capacity(device))
     steps = ceil_div(problem.k, STEP_K)
-    factor = (1 - GROUP_FRACTION + GROUP_FRACTION * 128 / problem.group_size) * 1e-3
+    factor = (1 - GROUP_FRACTION + GROUP_FRACTION * 128 / problem.group_size) / device.rates.clock_mhz
     factor *= INVARIANT_FACTOR if config.invariant else 1.0
-    chain = waves * ceil_div(steps, config.split_k * config.warps) * costs.step_ns * factor
-    work = ctas * steps / config.split_k * config.words * costs.sm_step_ns * factor / device.sm_count
-    stream = problem.weight_bytes / (device.read_gbs * 1e3)
+    chain = waves * ceil_div(steps, config.split_k * config.warps) * costs.step_cycles * factor
+    work = ctas * steps / config.split_k * config.words * costs.sm_step_cycles * factor / device.sm_count
+    stream = device.read_us(problem.weight_bytes)
     reduction = REDUCTION_SPLIT_US * config.split_k + (REDUCTION_US if config.split_k > 1 else 0.0)
     return float(costs.launch_us + reduction + p_norm((chain, work, stream), 3))
 

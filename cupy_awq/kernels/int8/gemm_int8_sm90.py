@@ -54,13 +54,13 @@ class GemmInt8Sm90Costs:
         wave_us: additional time per additional wave of CTA tiles.
         cluster_us: additional time if two CTAs share the copies of the weight.
         split_us: time of the split-K reduction.
-        stage_us: tensor-core time per pipeline stage (128 along k) and 256 columns of a CTA tile.
-        scaling_us: time to apply one parameter of one quantization block to the accumulators of 256 columns.
-        fixed_parameters: time to accumulate the products, as a multiple of ``scaling_us``.
+        stage_cycles: tensor-core cycles per pipeline stage (128 along k) and 256 columns of a CTA tile.
+        scaling_cycles: cycles to apply one parameter of one quantization block to the accumulators of 256 columns.
+        fixed_parameters: time to accumulate the products, as a multiple of ``scaling_cycles``.
         tile_factors: time per column of CTA tiles of 2, 3 and 4 m64 tiles, relative to that of 4.
         read_factor: time to read the weight, relative to the time at the nominal bandwidth.
-        l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
-        power_tflops: throughput at which the power limit lowers the clock, in TFLOPS.
+        l2_factor: bandwidth of copies from L2, relative to that of plain reads; SMs share copies.
+        power: throughput at which the power limit lowers the clock, relative to the peak.
         norm: exponent of the p-norm of times that overlap.
     """
 
@@ -68,13 +68,13 @@ class GemmInt8Sm90Costs:
     wave_us: float = 1.297
     cluster_us: float = 0.678
     split_us: float = 2.504
-    stage_us: float = 0.516
-    scaling_us: float = 0.228
+    stage_cycles: float = 903.0
+    scaling_cycles: float = 399.0
     fixed_parameters: float = 1.5
     tile_factors: tuple[float, float, float] = (1.125, 1.032, 1.0)
     read_factor: float = 1.006
-    l2_bytes_per_us: float = math.inf
-    power_tflops: float = 1689.0
+    l2_factor: float = math.inf
+    power: float = 0.8926
     norm: float = 2.417
 
 
@@ -84,13 +84,13 @@ FP8_COSTS = GemmInt8Sm90Costs(
     wave_us=1.613,
     cluster_us=3.235,
     split_us=4.817,
-    stage_us=0.5614,
-    scaling_us=0.3295,
+    stage_cycles=982.45,
+    scaling_cycles=576.625,
     fixed_parameters=1.098,
     tile_factors=(1.023, 0.9002, 0.9362),
     read_factor=1.418,
-    l2_bytes_per_us=3.195e7,
-    power_tflops=2686.0,
+    l2_factor=5.6,
+    power=1.4195,
     norm=4.848,
 )
 
@@ -161,20 +161,22 @@ def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device
     The latter are the times to read the weight, to compute all tiles of the cluster with the most tiles, to copy all
     tiles of x and of the weight from L2, and to compute all tiles within the power limit.
     """
-    costs = FP8_COSTS if problem.fp8 else COSTS
+    costs, rates = FP8_COSTS if problem.fp8 else COSTS, device.rates
     clusters = config.ctas // (config.cluster * config.split_k)
     units = math.prod(config.units(problem))
     waves = ceil_div(units, clusters)
     parameters = (not _has_row_scales(problem)) + _has_weight_offset(problem) + problem.x_offset
-    scaling_us = costs.scaling_us * _blocks_in_stage(problem) * (costs.fixed_parameters + parameters)
-    tile_us = (costs.stage_us + scaling_us) * costs.tile_factors[config.m64_tiles - 2] * config.m64_tiles / 4
+    scaling_cycles = costs.scaling_cycles * _blocks_in_stage(problem) * (costs.fixed_parameters + parameters)
+    tile_cycles = (
+        (costs.stage_cycles + scaling_cycles) * costs.tile_factors[config.m64_tiles - 2] * config.m64_tiles / 4
+    )
     stages = ceil_div(problem.k, BLOCK_K)
     stage_bytes = BLOCK_K * (TILE_M * config.cluster + config.block_n)
     overlapping = (
-        problem.n * problem.k / (device.read_gbs * 1e3) * costs.read_factor,
-        waves * ceil_div(stages, config.split_k) * tile_us,
-        units * stages * stage_bytes / costs.l2_bytes_per_us,
-        2 * problem.m * problem.n * problem.k / (costs.power_tflops * 1e6),
+        device.read_us(problem.n * problem.k) * costs.read_factor,
+        waves * ceil_div(stages, config.split_k) * tile_cycles / rates.clock_mhz,
+        units * stages * stage_bytes / (costs.l2_factor * rates.l2_gbs * 1e3),
+        problem.m * problem.n * problem.k / (costs.power * 2 * rates.tensor * device.sm_count * rates.clock_mhz),
     )
     fixed = costs.launch_us + costs.wave_us * (waves - 1)
     if config.cluster > 1:

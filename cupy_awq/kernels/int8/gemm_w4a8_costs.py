@@ -38,7 +38,7 @@ class GemmW4A8Costs:
         row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
         first_stage_ns: additional time until the first stage has landed, per row (of up to 64) and per weight tile of a
             stage beyond the first, in nanoseconds.
-        l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
+        l2_factor: bandwidth of copies from L2, relative to that of plain reads; clusters and SMs share copies.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         norm: exponent of the p-norm of times that overlap.
     """
@@ -62,7 +62,7 @@ class GemmW4A8Costs:
     consumer_cycles: float
     row_cycles: float
     first_stage_ns: float
-    l2_bytes_per_us: float
+    l2_factor: float
     stream_factor: float
     norm: float
 
@@ -88,7 +88,7 @@ COSTS_16, COSTS_32, COSTS_64, COSTS, OFFSET_TILE_COSTS = costs_table(
     consumer_cycles=(53, 69, 14.6, 56.3, 200.6),
     row_cycles=(0.35, 1.3, 2.08, 2.41, 2.893),
     first_stage_ns=(4.34, 3.79, 2.04, 1.24, 0),
-    l2_bytes_per_us=(10.9e6, 16.2e6, 14.4e6, 17.7e6, 9.624e6),
+    l2_factor=(1.9104, 2.8393, 2.5238, 3.1022, 1.6867),
     stream_factor=(1.06, 1.08, 0.968, 1.02, 1.104),
     norm=(2.45, 2.3, 2.44, 2.65, 6.842),
 )

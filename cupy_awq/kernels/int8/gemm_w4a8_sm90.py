@@ -15,9 +15,7 @@ from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
 from cupy_awq.kernels.family import Family
 from cupy_awq.kernels.hopper import (
-    CLOCK_MHZ,
     HOPPER,
-    MIN_TENSOR_CYCLES,
     available_ctas,
     could_hold_three_launches,
     is_excessive,
@@ -27,6 +25,7 @@ from cupy_awq.kernels.hopper import (
     resident_clusters,
     resident_ctas,
     tile_heights,
+    wgmma_cycles,
 )
 from cupy_awq.kernels.int8.gemm_w4a8_costs import choose_costs
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem, layout_refusal
@@ -236,16 +235,19 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     issue_cycles = costs.dequantize_cycles + costs.product_cycles * instructions * rows
     if config.has_x_parameters(problem):
         issue_cycles += costs.turn_cycles * max(0, config.consumers - 2) ** 2 / config.k_tiles
-    tensor_cycles = costs.tensor_factor * 4 * max(rows / 2, MIN_TENSOR_CYCLES)
+    tensor_cycles = costs.tensor_factor * 4 * wgmma_cycles(rows, device)
     loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + costs.row_cycles * rows)
     column_tiles = config.warpgroups * config.m64_tiles
     column_bytes = column_tiles * weight_tile_bytes(problem)
-    stream_us_per_byte = costs.stream_factor / (device.read_gbs * 1e3)
+    clock, read_bytes = device.rates.clock_mhz, problem.n * problem.k * weight_tile_bytes(problem) / (TILE_N * BLOCK_K)
     overlapping = (
-        busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
-        waves * mine * loop_cycles / CLOCK_MHZ,
-        ctas * k_tiles * (rows * BLOCK_K / config.share_x + column_bytes) / costs.l2_bytes_per_us,
-        problem.n * problem.k * weight_tile_bytes(problem) / (TILE_N * BLOCK_K) * stream_us_per_byte,
+        busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / clock,
+        waves * mine * loop_cycles / clock,
+        ctas
+        * k_tiles
+        * (rows * BLOCK_K / config.share_x + column_bytes)
+        / (costs.l2_factor * device.rates.l2_gbs * 1e3),
+        costs.stream_factor * device.read_us(read_bytes),
     )
     accumulators = rows * config.block_n * 1e-3
     fixed = costs.launch_us + costs.wave_us * (waves - 1) + costs.consumer_ns * config.consumers * accumulators
