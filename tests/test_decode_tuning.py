@@ -160,6 +160,7 @@ def test_the_command_stores_the_fastest_configurations(
         # GEMMs that are not fused run in NumPy and need the AWQ tensors.
         "cupy_awq.ops.repack.RepackedWeight.without_original": lambda weight: weight,
         "cupy_awq.tools.autotune.build_kernels": lambda plans: None,
+        "cupy_awq.tools.autotune.driver_version": lambda: "13.0",
     }.items():
         monkeypatch.setattr(name, value)
     monkeypatch.setattr(CudaOps, "run", lambda ops, plan, **arrays: stream.run(plan))

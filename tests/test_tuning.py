@@ -19,7 +19,7 @@ from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
 from cupy_awq.kernels.tiling import next_power_of_two
-from cupy_awq.runtime import device, placement
+from cupy_awq.runtime import device, placement, sources
 from cupy_awq.tools import autotune as tune
 from cupy_awq.tools.operations import Settings, typical_problem
 from tests.conftest import forget_tuned
@@ -147,13 +147,30 @@ def test_a_tuned_configuration_is_chosen_whatever_the_operation(tuned_folder: Pa
     assert last.config != before.config
     key = problem.tuning_key
     assert key is not None
-    label = tuned.entry(last.family.label(last.config), 12.3)
+    source = last.family.plan(last.config, problem, here).kernel.source
+    label = tuned.entry(last.family.label(last.config), 12.3, source, "13.0")
     tuned.write(here, {key.shapes[0]: {str(key.tuned_m): label}})
     forget_tuned()
     choice = select.choose(problem, here)
     assert (choice.family, choice.config) == (last.family, last.config)
     assert f"-> {choice.name} " in select.explain(problem, here)
     assert "12.3  measured" in select.explain(problem, here)
+
+
+def test_an_entry_that_was_measured_with_other_sources_is_refused(tuned_folder: Path) -> None:
+    before = select.choose(PROBLEM, A100)
+    some = select.candidates(PROBLEM, A100)["gemm_simt"]
+    assert not isinstance(some, str)
+    label = some[-1].label
+    text = tuned.entry(label, 12.3, "gemm/gemm_simt.cu", "13.0")
+    tuned.write(A100, {"4096x4096": {"4": text}})
+    forget_tuned()
+    assert select.choose(PROBLEM, A100).name == "gemm_simt"
+    digest = sources.digest("gemm/gemm_simt.cu")
+    tuned.write(A100, {"4096x4096": {"4": text.replace(digest, "0123456789ab")}})
+    forget_tuned()
+    assert select.choose(PROBLEM, A100).config == before.config
+    assert select.explain(PROBLEM, A100).endswith(", was measured with other sources of the kernel")
 
 
 def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
@@ -267,7 +284,8 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     facts = device.of(index)
     path = json.loads((tuned_folder / tuned.file_name(facts)).read_text())
     labels = [row.best.family.label(row.best.config) for row in rows]
-    entries = [tuned.entry(label, row.us) for label, row in zip(labels, rows, strict=True)]
+    driver = tune.driver_version()
+    entries = [tuned.entry(label, row.us, row.source, driver) for label, row in zip(labels, rows, strict=True)]
     assert path == {"512x256": dict(zip(("1", "3"), entries, strict=True))}
     for row in rows:
         problem = Problem(row.key.tuned_m, 256, 512, 128, layouts=(AWQ, FRAGMENTS)[: 1 + (device.of(index).arch == 90)])

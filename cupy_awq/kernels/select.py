@@ -313,7 +313,9 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
     if key is not None and entry is not None:
         for candidate in legal:
             if _has_label(key.m, candidate, entry) and _applies(key.m, candidate, entry, best):
-                return _planned(candidate, problem, device, entry)
+                choice = _planned(candidate, problem, device, entry)
+                if not entry.is_outdated(choice.plan.kernel.source):
+                    return choice
     return _planned(best, problem, device)
 
 
@@ -393,6 +395,9 @@ def _explain_untuned(problem: KernelProblem, device: Device) -> str:
         candidate for some in candidates(problem, device).values() if not isinstance(some, str) for candidate in some
     ]
     found = f"{entry.label}, tuned at M={entry.m} ({entry.origin}),"
-    if any(_has_label(key.m, candidate, entry) for candidate in legal):
-        return f"{found} is modelled to be slower than this one at M={key.m}"
+    for family, config, us in legal:
+        if _has_label(key.m, Candidate(family, config, us), entry):
+            if entry.is_outdated(family.plan(config, problem, device).kernel.source):
+                return f"{found} was measured with other sources of the kernel"
+            return f"{found} is modelled to be slower than this one at M={key.m}"
     return f"{found} is not among the legal configurations"

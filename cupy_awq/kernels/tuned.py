@@ -4,7 +4,9 @@
 Each GPU model has one table, a JSON file. The package ships tables for some GPUs in ``data/tuned``; `tune` writes to
 the folder ``tuned`` of the user's cache, whose tables take precedence. A table maps a shape (``"4096x12288"`` is
 K = 4096, N = 12288; see `TuningKey`) to an object that maps M to an entry: the label of a configuration and, if
-recorded, its time, as in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
+recorded, its time, a digest of the kernel's sources and the version of the driver, as in
+``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us, sources 0123456789ab, driver 13.0"``. An entry that was measured
+with other sources than those present is not used.
 
 A GEMM with a `Fusion` is looked up under ``"4096x12288 stream"`` first, for which the fastest configuration inside a
 decoder step is recorded, and then under ``"4096x12288"``.
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from cupy_awq.kernels.family import KernelProblem, TuningKey
 from cupy_awq.kernels.tiling import next_power_of_two
 from cupy_awq.runtime import disk_cache as cache
+from cupy_awq.runtime import sources
 from cupy_awq.runtime.device import Device
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
@@ -31,8 +34,8 @@ SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 Table = dict[str, dict[str, str]]
 """The content of a table: a mapping from shape to a mapping from M to the entry."""
 
-ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?")
-"""The regular expression of an entry; its groups are the label and, if recorded, the time in microseconds."""
+ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?(?:, sources ([0-9a-f]{12}), driver (\d+\.\d+))?")
+"""The regular expression of an entry: label, and if recorded time in microseconds, digest and driver."""
 
 
 class TunedConfig(NamedTuple):
@@ -43,21 +46,28 @@ class TunedConfig(NamedTuple):
         us: measured run time in microseconds, or None if the table does not record it.
         m: number of rows of x, or batch size, at which the configuration was measured.
         origin: description of the table for messages, such as "shipped table a100.json".
+        digest: digest of the kernel's sources that were measured (`cupy_awq.runtime.sources.digest`), or None.
     """
 
     label: str
     us: float | None
     m: int
     origin: str
+    digest: str | None = None
+
+    def is_outdated(self, source: str) -> bool:
+        """Return whether the configuration was measured with another version of the kernel's source file."""
+        return self.digest not in (None, sources.digest(source))
 
 
-def entry(label: str, us: float) -> str:
-    """Return the text of a table entry.
+def entry(label: str, us: float | None, source: str, driver: str) -> str:
+    """Return the text of a table entry, for the source file of the kernel and a version of the driver.
 
-    >>> entry("gemv(rows=1, chunk=8, split_k=4)", 12.345)
-    'gemv(rows=1, chunk=8, split_k=4) 12.3 us'
+    >>> entry("gemv(rows=1, chunk=8, split_k=4)", 12.345, "gemm/gemv.cu", "13.0")  # doctest: +ELLIPSIS
+    'gemv(rows=1, chunk=8, split_k=4) 12.3 us, sources ..., driver 13.0'
     """
-    return f"{label} {us:.1f} us"
+    time = "" if us is None else f" {us:.1f} us"
+    return f"{label}{time}, sources {sources.digest(source)}, driver {driver}"
 
 
 def file_name(device: Device) -> str:
@@ -84,8 +94,8 @@ def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
             text = table.get(shape, {}).get(str(m))
             if text is not None:
                 match = ENTRY.fullmatch(text)
-                name, us = match.groups() if match else (text, None)
-                return TunedConfig(name, None if us is None else float(us), m, origin)
+                name, us, digest, _ = match.groups() if match else (text, None, None, None)
+                return TunedConfig(name, None if us is None else float(us), m, origin, digest)
     return None
 
 

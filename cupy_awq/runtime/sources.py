@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from pathlib import Path
 
@@ -17,6 +18,12 @@ def folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "cuda_src"
     return inside if inside.is_dir() else package.parent / "cuda_src"
+
+
+@functools.cache
+def digest(source: str) -> str:
+    """Return the first 12 hexadecimal digits of a digest of a source file and all included files."""
+    return hashlib.sha256("\0".join(include_closure(source).values()).encode()).hexdigest()[:12]
 
 
 def include_closure(source: str, root: Path | None = None) -> dict[str, str]:

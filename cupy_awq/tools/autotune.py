@@ -39,6 +39,7 @@ class Row:
     Attributes:
         key: the key of shape and M in the tables of tuned configurations.
         best: the fastest configuration, with its modelled time.
+        source: the source file of its kernel.
         us: the measured time of the fastest configuration, in microseconds.
         modelled_us: the measured time of the configuration that the cost models rank first, in microseconds.
         tried: the number of configurations that were timed.
@@ -46,6 +47,7 @@ class Row:
 
     key: TuningKey
     best: Candidate
+    source: str
     us: float
     modelled_us: float
     tried: int
@@ -80,7 +82,9 @@ def run(
                 progress(f"{operation.label}: M={m}")
                 calls = operation.calls(m)
                 best, times = fastest([_timer(calls, candidate) for candidate in trials[m]])
-                yield Row(_key(problems[m]), trials[m][best], times[best], times[0], len(times))
+                first = trials[m][best]
+                source = first.family.plan(first.config, problems[m], gpu).kernel.source
+                yield Row(_key(problems[m]), first, source, times[best], times[0], len(times))
 
 
 def _problem(operation: Operation, m: int) -> KernelProblem:
@@ -150,9 +154,17 @@ def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
     return live[0], [median(index) for index in range(len(timers))]
 
 
+def driver_version() -> str:
+    """Return the CUDA version of the driver, such as "13.0"."""
+    import cupy
+
+    version = cupy.cuda.runtime.driverGetVersion()
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def keep(row: Row, device: int) -> Path:
     """Add a configuration to the user's tuning table, which each process reads once; return the table's path."""
-    text = tuned.entry(row.best.label, row.us)
+    text = tuned.entry(row.best.label, row.us, row.source, driver_version())
     return tuned.write(devices.of(device), {row.key.shapes[0]: {str(row.key.tuned_m): text}})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,7 @@ class TunedStep:
         before_us, after_us: the time of the step before and after tuning, in microseconds.
         found: the configuration of each GEMM, by its shape in the tables of tuned configurations; empty if the present
             ones are as fast.
+        entries: the texts of these configurations in the tables.
     """
 
     sequences: int
@@ -69,6 +70,7 @@ class TunedStep:
     before_us: float
     after_us: float
     found: dict[str, Candidate]
+    entries: dict[str, str] = field(default_factory=dict)
 
 
 def run(
@@ -123,7 +125,11 @@ def _tune(model: Model, ops: CudaOps, sequences: int, tries: int, progress: Call
     )
     best = search(step.timer, present, trials, report)
     found, before_us, after_us = compare(step.timer, present, best)
-    return TunedStep(sequences, len(ops.config.layers), before_us, after_us, found)
+    entries = {}
+    for shape, (family, config, _) in found.items():
+        source = family.plan(config, choices[shape].problem, gpu).kernel.source
+        entries[shape] = tuned.entry(family.label(config), None, source, autotune.driver_version())
+    return TunedStep(sequences, len(ops.config.layers), before_us, after_us, found, entries)
 
 
 def search(
@@ -261,7 +267,7 @@ def first_layers(files: ModelFiles, count: int) -> ModelFiles:
 
 def keep(step: TunedStep, index: int) -> Path:
     """Add the configurations of a step to the user's tuning table, which each process reads once; return its path."""
-    entries = {shape: {str(step.sequences): candidate.label} for shape, candidate in step.found.items()}
+    entries = {shape: {str(step.sequences): text} for shape, text in step.entries.items()}
     return tuned.write(devices.of(index), entries)
 
 
