@@ -36,7 +36,8 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_awq.kernels.gemm import gemm_sm90_costs, gemm_sm90_large
+from cupy_awq.kernels.gemm import gemm_mma_fragments, gemm_sm90_costs, gemm_sm90_large
+from cupy_awq.kernels.gemm.gemm_mma_fragments import GEMM_MMA_FRAGMENTS
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
@@ -63,7 +64,7 @@ class Model(NamedTuple):
 
     module: ModuleType
     constants: str
-    family: ModuleType
+    family: Any
     config: type
     serves: Callable[[Any, Any], bool]
 
@@ -85,19 +86,26 @@ def _w4a8(constants: str) -> Model:
 
 
 MODELS = {
+    "fragments": Model(
+        gemm_mma_fragments,
+        "COSTS",
+        GEMM_MMA_FRAGMENTS,
+        gemm_mma_fragments.GemmFragmentsConfig,
+        lambda config, problem: True,
+    ),
     "mma": Model(gemm_sm90_costs, "MMA_COSTS", GEMM_SM90, GemmSm90Config, lambda c, p: c.name == MMA),
     "wgmma-16": _wgmma("WGMMA_COSTS_16"),
     "wgmma-32": _wgmma("WGMMA_COSTS_32"),
     "wgmma-64": _wgmma("WGMMA_COSTS_64"),
     "wgmma": _wgmma("WGMMA_COSTS"),
-    "large": Model(GEMM_SM90_LARGE, "COSTS", GEMM_SM90_LARGE, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
+    "large": Model(gemm_sm90_large, "COSTS", GEMM_SM90_LARGE, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
     "w4a8-16": _w4a8("COSTS_16"),
     "w4a8-32": _w4a8("COSTS_32"),
     "w4a8-64": _w4a8("COSTS_64"),
     "w4a8": _w4a8("COSTS"),
     "w4a8-offsets": _w4a8("OFFSET_TILE_COSTS"),
-    "int8": Model(GEMM_INT8_SM90, "COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
-    "fp8": Model(GEMM_INT8_SM90, "FP8_COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
+    "int8": Model(gemm_int8_sm90, "COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
+    "fp8": Model(gemm_int8_sm90, "FP8_COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }
 PRIOR = 0.03
 """The weight of the distance to the present constants, which determines constants on which no time depends."""

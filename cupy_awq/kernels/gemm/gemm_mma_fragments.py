@@ -209,7 +209,7 @@ def _heights(m: int, math: Math) -> list[int]:
     """Return the values of ``block_m`` to try: those that divide M evenly.
 
     >>> _heights(5, "kExact"), _heights(40, "kScaled"), _heights(200, "kScaled"), _heights(200, "kExact")
-    ([8], [16, 32, 48], [64, 96, 128], [64])
+    ([8], [16, 32, 48], [64, 80, 112], [64])
     """
     if m <= FEW_ROWS:
         return [ceil_div(m, 8) * 8]
@@ -218,7 +218,7 @@ def _heights(m: int, math: Math) -> list[int]:
     if math == "kExact":
         return [64]
     fewest = ceil_div(m, 128)
-    return sorted({64, *(ceil_div(m, tiles * 32) * 32 for tiles in (fewest, fewest + 1))})
+    return sorted({64, *(ceil_div(m, tiles * 16) * 16 for tiles in (fewest, fewest + 1))})
 
 
 class Layout(NamedTuple):
@@ -236,7 +236,8 @@ def _layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     if block_m == 8:
         return Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
     if block_m == 16 and problem.m <= FEW_ROWS:
-        return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(2, 1, 4, 2 if few_groups else 1)
+        one = Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
+        return *one, Layout(2, 1, 4, 2 if few_groups else 1), Layout(2, 2, 4)
     if block_m <= 32:
         narrow = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4, 2)
         return *narrow, Layout(2, 2, 2, 2), Layout(2, 4, 2)
