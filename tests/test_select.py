@@ -201,7 +201,7 @@ def test_explain_of_a_layer_chooses_a_kernel_on_the_repacked_layout(
 
 @pytest.mark.parametrize(
     ("k", "group_size", "arch"),
-    [(4096, 128, 70), (4096, 128, 75), (4096, 8, 80), (4096, 8, 90), (384, 192, 90), (96, 32, 90)],
+    [(4096, 128, 70), (4096, 8, 75), (4096, 8, 80), (4096, 8, 90), (384, 192, 90), (96, 32, 90)],
 )
 def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int, group_size: int, arch: int) -> None:
     arguments = 16, k, 4096, group_size
@@ -290,7 +290,7 @@ def test_a_gpu_without_tma_runs_the_kernels_of_the_generation_before() -> None:
     weight = 4096, 4096, 128, "float16", "packed"
     assert select.weight_layouts(*weight, H100) == (AWQ, FRAGMENTS)
     assert select.weight_layouts(*weight, made_up) == (AWQ, FRAGMENTS)
-    assert select.weight_layouts(*weight, replace(made_up, without=(Capability.TMA, Capability.CP_ASYNC))) == (AWQ,)
+    assert select.weight_layouts(*weight, replace(made_up, without=(Capability.TMA, Capability.LDMATRIX))) == (AWQ,)
     problem = Problem(64, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))
     assert select.choose(problem, H100).name == "gemm_sm90"
     assert select.choose(problem, made_up).name == "gemm_mma_fragments"

@@ -26,6 +26,8 @@ FEW_ROWS = 16
 """The largest M of a tile of 8 or 16 rows, whose slices of K are single warps."""
 MAX_GATED_BYTES = 1 << 33
 """The largest size of a gated weight, whose up projection lies within 32-bit offsets of the gate projection."""
+STAGED_BLOCK_M = 96
+"""The largest ``block_m`` for which registers also hold the copies of a stage, where the GPU lacks cp.async."""
 MAX_STAGES = 8
 """The largest number of pipeline stages."""
 RESERVED_BYTES = 1024
@@ -177,16 +179,18 @@ def configs(problem: Problem, device: Device) -> list[GemmFragmentsConfig]:
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
+    is_async = device.has(Capability.CP_ASYNC)
     for math in _maths(problem):
-        for block_m in _heights(problem.m, math):
+        for block_m in _heights(problem.m, math, 128 if is_async else STAGED_BLOCK_M):
             x_rows = min(block_m, next_power_of_two(problem.m))
             layouts = _invariant_layouts(block_m, math) if problem.batch_invariant else _layouts(block_m, math, problem)
             for layout in layouts:
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
+                if layout.weight_tiles > 1 and block_m > FEW_ROWS and not is_async:
+                    continue  # registers would spill
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
-                    is_async = device.has(Capability.CP_ASYNC)
                     shape = GemmFragmentsConfig(math, block_m, x_rows, *sizes, is_async)
                     config = _with_stages(shape, layout.ctas_per_sm, problem, device)
                     if config is not None:
@@ -205,11 +209,11 @@ def _maths(problem: Problem) -> tuple[Math, ...]:
     return ("kFused",) if problem.dtype == "float16" and problem.even_scales else ("kScaled",)
 
 
-def _heights(m: int, math: Math) -> list[int]:
-    """Return the values of ``block_m`` to try: those that divide M evenly.
+def _heights(m: int, math: Math, most: int) -> list[int]:
+    """Return the values of ``block_m`` to try, up to ``most``: those that divide M evenly.
 
-    >>> _heights(5, "kExact"), _heights(40, "kScaled"), _heights(200, "kScaled"), _heights(200, "kExact")
-    ([8], [16, 32, 48], [64, 80, 112], [64])
+    >>> _heights(5, "kExact", 128), _heights(40, "kScaled", 128), _heights(200, "kScaled", 128)
+    ([8], [16, 32, 48], [64, 80, 112])
     """
     if m <= FEW_ROWS:
         return [ceil_div(m, 8) * 8]
@@ -217,7 +221,7 @@ def _heights(m: int, math: Math) -> list[int]:
         return sorted({ceil_div(m, tiles * 16) * 16 for tiles in (1, 2, 3)})
     if math == "kExact":
         return [64]
-    fewest = ceil_div(m, 128)
+    fewest = ceil_div(m, most)
     return sorted({64, *(ceil_div(m, tiles * 16) * 16 for tiles in (fewest, fewest + 1))})
 
 

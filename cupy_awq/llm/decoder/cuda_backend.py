@@ -365,7 +365,7 @@ class CudaOps(DecoderOps):
 
     def _run_fused(self, plan: FusedPlan, x: Array, **buffers: Array | None) -> Array:
         y = self._empty((*x.shape[:-1], plan.out_features))
-        self.run(plan.launch, **plan.arrays, **buffers, x=x, y=y)
+        plan.kernel.launch({**plan.arrays, **buffers, "x": x, "y": y})
         return y
 
     def _empty(self, shape: tuple[int, ...], dtype: Any = None) -> cupy.ndarray:
