@@ -53,14 +53,14 @@ class GemmFragmentsCosts:
         exchange: cycles per partial sum that a CTA writes or reads.
     """
 
-    mma: float = 1.09
-    issue: float = 1.19
-    sync: float = 175.0
-    start: float = 2.42
-    store: float = 0.116
-    shared_reads: float = 2.14
-    stream_k: float = 6.0
-    exchange: float = 0.164
+    mma: float = 1.158
+    issue: float = 0.8405
+    sync: float = 126.9
+    start: float = 4.168
+    store: float = 0.0426
+    shared_reads: float = 1.674
+    stream_k: float = 5.829
+    exchange: float = 0.1455
 
 
 COSTS = GemmFragmentsCosts()
@@ -240,8 +240,7 @@ def _layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     if block_m == 8:
         return Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
     if block_m == 16 and problem.m <= FEW_ROWS:
-        one = Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
-        return *one, Layout(2, 1, 4, 2 if few_groups else 1), Layout(2, 2, 4)
+        return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
     if block_m <= 32:
         narrow = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4, 2)
         return *narrow, Layout(2, 2, 2, 2), Layout(2, 4, 2)
