@@ -333,7 +333,7 @@ def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str
     assert text == cupy_awq.explain(1, 12288, 4096, 128, arch=90, layer=True, order=True) + "\n"
 
 
-@pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90_large")])
+@pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90")])
 def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "explain", "4096x4096", "--op", op, "--m", "1024", "--arch", "90")
     assert f"-> {kernel} " in text

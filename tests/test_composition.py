@@ -33,7 +33,6 @@ ENTRIES = {
     "gemm_int8_sm90": "kHasBias",
     "gemm_w4a8_sm90": "kStartsNextLate",
     "conv2d_sm90": "kHasBias",
-    "conv2d_sm90_large": "kHasBias",
 }
 """A constant of each kernel that is negated in the second instance."""
 

@@ -21,7 +21,7 @@ from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
 from cupy_awq.kernels.conv2d.conv2d_simt import CONV2D_SIMT
 from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
-from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE
+from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
 from cupy_awq.kernels.conv2d.problem import (
     EPILOGUE_ACTIVATIONS,
     Convolution,
@@ -84,7 +84,7 @@ def check_convolution(
     y = np.full((sizes.batch, sizes.out_h, sizes.out_w, shape[0]), np.nan, dtype)
     if not problem.nhwc:
         y = np.ascontiguousarray(y.transpose(0, 3, 1, 2))
-    buffers = {"x": x, "bias": bias, **family.prepare_weight(weight, problem)}  # type: ignore[attr-defined]
+    buffers = {"x": x, "bias": bias, **family.prepare_weight(weight, config, problem)}
     for a in buffers.values():
         if a is not None:
             a.flags.writeable = False
@@ -206,7 +206,7 @@ def test_every_sm90_tile(backend: str, kernel: int, bits: int, dtype: str) -> No
     sizes = ConvolutionSizes(2, 9, 9, 72, 136, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
-    found = CONV2D_SM90.configs(problem, here)
+    found = [c for c in CONV2D_SM90.configs(problem, here) if not c.dense]
     assert {c.pixels for c in found} == set(conv2d_sm90.PIXELS)
     assert {(c.wg_co, c.wg_px) for c in found} == {(1, 1), (2, 1)}
     # Half of the configurations have K whole, the other half K split in two.
@@ -251,6 +251,12 @@ def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
     check_convolution(backend, problem, CONV2D_SM90, config, here, seed=draw(st.integers(0, 99)))
 
 
+def one_of_each_form(problem: Convolution, gpu: device.Device) -> list[Conv2dSm90Config]:
+    """Return the first configurations with codes and with a weight that is dequantized beforehand, for any size."""
+    codes = next(conv2d_sm90._codes_configs(problem, gpu))
+    return [codes, next(conv2d_sm90._dense_configs(problem, gpu))]
+
+
 @ON_HOPPER
 @pytest.mark.parametrize("size", [(2, 1), (2, 2), (3, 2)])
 def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int, int]) -> None:
@@ -258,8 +264,8 @@ def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int
     sizes = ConvolutionSizes(3, *size, 16, 8, 1, 1, 1, 1, size[1], stride_h=size[0])
     problem = with_strides(sizes, block_size=16, bits=4, weight_offset=False, dtype="float16")
     here = facts(90, backend)
-    for family in (CONV2D_SM90, CONV2D_SM90_LARGE):
-        check_convolution(backend, problem, family, family.configs(problem, here)[0], here, seed=1)
+    for config in one_of_each_form(problem, here):
+        check_convolution(backend, problem, CONV2D_SM90, config, here, seed=1)
 
 
 def test_sm90_refuses_what_a_tensor_map_cannot_read() -> None:
@@ -284,7 +290,7 @@ def test_sm90_refuses_what_a_tensor_map_cannot_read() -> None:
     assert "shared memory" in str(CONV2D_SM90.refusal(replace(problem, sizes=far), here))
 
 
-def test_many_pixels_are_for_conv2d_sm90_large() -> None:
+def test_the_weight_is_dequantized_beforehand_for_many_pixels() -> None:
     here = device.nominal(90)
     many = with_strides(
         ConvolutionSizes(32, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1),
@@ -293,16 +299,14 @@ def test_many_pixels_are_for_conv2d_sm90_large() -> None:
         weight_offset=True,
         dtype="float16",
     )
-    assert CONV2D_SM90_LARGE.refusal(many, here) is None
     chosen = select.choose(many, here)
-    assert chosen.name == "conv2d_sm90_large"
+    assert chosen.name == "conv2d_sm90"
+    assert chosen.config.dense  # type: ignore[attr-defined]
     assert chosen.config.halo  # type: ignore[attr-defined]
-    assert "NHWC" in str(CONV2D_SM90_LARGE.refusal(replace(many, nhwc=False), here))
-    assert "16 bytes" in str(CONV2D_SM90_LARGE.refusal(replace(many, y_aligned=False), here))
-    assert "needs sm_90" in str(CONV2D_SM90_LARGE.refusal(many, device.nominal(80)))
     few = many.sizes._replace(batch=1, height=15, width=17, out_h=15, out_w=17)
-    assert CONV2D_SM90_LARGE.refusal(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
-    assert select.choose(replace(many, sizes=few), here).name == "conv2d_sm90"
+    for change in ({"nhwc": False}, {"y_aligned": False}, {"sizes": few}):
+        assert not any(c.dense for c in CONV2D_SM90.configs(replace(many, **change), here))
+        assert select.choose(replace(many, **change), here).name == "conv2d_sm90"
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 9])
@@ -320,7 +324,7 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
         check_map(tensor_map, 0)
     reason = CONV2D_SM90.refusal(problem, here)
     assert reason is None or "strides of up to 8 pixels" in reason
-    assert (reason is None) == (CONV2D_SM90_LARGE.refusal(problem, here) is None)
+    assert {c.dense for c in CONV2D_SM90.configs(problem, here)} == {False, True}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -338,13 +342,12 @@ def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
         assert dense.strides == (9 * 8 * 16, 2 * 8 * 16, 3 * 16, 1)
     assert replace(problem, sizes=sizes._replace(pad_w=1)).without_stride().sizes.pad_w == 1
     here = facts(arch, backend)
-    families: list[AnyFamily] = [CONV2D_SIMT]
+    check_convolution(backend, problem, CONV2D_SIMT, SimtConfig(), here, seed=after)
     if arch >= 80:
-        families.append(CONV2D_SM80)
+        check_convolution(backend, problem, CONV2D_SM80, CONV2D_SM80.configs(dense, here)[0], here, seed=after)
     if arch == 90:
-        families += [CONV2D_SM90, CONV2D_SM90_LARGE]
-    for family in families:
-        check_convolution(backend, problem, family, family.configs(dense, here)[0], here, seed=after)
+        for config in one_of_each_form(dense, here):
+            check_convolution(backend, problem, CONV2D_SM90, config, here, seed=after)
 
 
 def test_the_stride_of_a_batch_of_one_is_never_0() -> None:
@@ -375,7 +378,7 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
     assert refusal(replace(many, dtype="float32"), a100) == "takes x of float16 or bfloat16, not float32"
     assert "multiple of 16 bytes" in str(refusal(replace(many, aligned=False), a100))
     assert "multiples of 8 channels, not 12" in str(refusal(replace(many, block_size=12), a100))
-    for family in (CONV2D_SIMT, CONV2D_SM80, CONV2D_SM90, CONV2D_SM90_LARGE):
+    for family in (CONV2D_SIMT, CONV2D_SM80, CONV2D_SM90):
         reason = family.refusal(replace(many, activation="silu"), h100)
         assert reason == "has no activation silu, only clamp"
     depthwise = with_strides(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the Hopper kernels of convolutions with many pixels: conv2d_sm90_large, and 1x1 filters as GEMMs."""
+"""Tests of convolutions with many pixels on Hopper: conv2d_sm90 with a dequantized weight, and 1x1 filters as GEMMs."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.kernels.conv2d import conv2d_sm90_large
+from cupy_awq.kernels.conv2d import conv2d_sm90
 from cupy_awq.kernels.conv2d.conv2d_gemm import CONV2D_GEMM
-from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE
-from cupy_awq.kernels.conv2d.problem import EPILOGUE_ACTIVATIONS, ConvolutionSizes
+from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
+from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
+from cupy_awq.kernels.conv2d.problem import EPILOGUE_ACTIVATIONS, Convolution, ConvolutionSizes
 from cupy_awq.runtime import device
 from tests.test_conv2d import ON_HOPPER, check_convolution, draw_sm90_problem, with_strides
 from tests.test_kernels import DTYPES, facts
 
 
+def dense_configs(problem: Convolution, gpu: device.Device) -> list[Conv2dSm90Config]:
+    """Return the configurations with a weight that is dequantized beforehand, also for few pixels."""
+    return list(conv2d_sm90._dense_configs(problem, gpu))
+
+
 @ON_HOPPER
 @pytest.mark.parametrize(("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")])
-def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: str) -> None:
+def test_every_tile_with_a_dequantized_weight(backend: str, kernel: int, outputs: int, dtype: str) -> None:
     """The last tiles of the images are partly empty in pixels, outputs and channels; K is whole or split."""
     sizes = ConvolutionSizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
-    found = CONV2D_SM90_LARGE.configs(problem, here)
+    found = dense_configs(problem, here)
     # The 81 pixels of an image do not fill a tile of 256.
-    assert {c.pixels for c in found if not c.halo} == set(conv2d_sm90_large.PIXELS[: 7 if kernel == 1 else 6])
-    assert {c.pixels for c in found if c.halo} == {pixels for pixels, _ in conv2d_sm90_large.HALO_PIXELS if kernel == 3}
+    assert {c.pixels for c in found if not c.halo} == set(conv2d_sm90.DENSE_PIXELS[: 7 if kernel == 1 else 6])
+    assert {c.pixels for c in found if c.halo} == {pixels for pixels, _ in conv2d_sm90.HALO_PIXELS if kernel == 3}
     forms = {(c.wg_co, c.wg_px, c.ctas_per_sm) for c in found}
     two = (1, 2) if outputs == 64 else (2, 1)
     assert forms >= {(1, 1, 2), (*two, 1), (*two, 2)}
     assert ((3, 1, 1) in forms, (4, 1, 1) in forms) == ((False, True) if outputs == 200 else (False, False))
     # The simulator takes seconds per configuration, so it runs every fifth one.
     for config in found if backend == "gpu" else found[outputs % 5 :: 5]:
-        check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=kernel)
+        check_convolution(backend, problem, CONV2D_SM90, config, here, seed=kernel)
 
 
 @ON_HOPPER
@@ -45,10 +51,10 @@ def test_three_and_four_warpgroups_along_outputs(backend: str, outputs: int) -> 
     sizes = ConvolutionSizes(3, 9, 9, 24, outputs, 1, 1, 1, 9, 9)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16", bias_dtype="float32")
     here = replace(facts(90, backend), sm_count=2)
-    found = [c for c in CONV2D_SM90_LARGE.configs(problem, here) if c.wg_co > 2]
+    found = [c for c in dense_configs(problem, here) if c.wg_co > 2]
     assert {(c.wg_co, c.ctas_per_sm) for c in found} == ({(4, 1)} if outputs > 192 else {(3, 1), (3, 2), (4, 1)})
     for config in found:
-        check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=outputs)
+        check_convolution(backend, problem, CONV2D_SM90, config, here, seed=outputs)
 
 
 @ON_HOPPER
@@ -61,31 +67,31 @@ def test_boxes_for_all_taps_of_a_strided_convolution(backend: str, stride: tuple
     sizes = ConvolutionSizes(1, 17, 20, 130, 72, 1, 3, 3, *out, *stride, pad, pad, dilation, dilation)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="bfloat16", bias_dtype="float32")
     here = facts(90, backend)
-    found = [c for c in CONV2D_SM90_LARGE.configs(problem, here) if c.halo]
+    found = [c for c in dense_configs(problem, here) if c.halo]
     assert {c.split_k for c in found} == {1, 2, 4}
     for config in found if backend == "gpu" else found[pad::5]:
-        check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=pad)
+        check_convolution(backend, problem, CONV2D_SM90, config, here, seed=pad)
 
 
 def test_a_stride_of_3_needs_a_box_for_each_tap() -> None:
     sizes = ConvolutionSizes(2, 28, 28, 64, 64, 1, 3, 3, 13, 13, 2, 2)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
-    assert any(c.halo for c in CONV2D_SM90_LARGE.configs(problem, device.nominal(90)))
+    assert any(c.halo for c in dense_configs(problem, device.nominal(90)))
     sizes = sizes._replace(out_h=9, stride_h=3)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
-    assert not any(c.halo for c in CONV2D_SM90_LARGE.configs(problem, device.nominal(90)))
+    assert not any(c.halo for c in dense_configs(problem, device.nominal(90)))
 
 
 @ON_HOPPER
 @given(data=st.data())
 @settings(max_examples=12)
-def test_any_sm90_large_convolution(backend: str, data: st.DataObject) -> None:
+def test_any_convolution_with_a_dequantized_weight(backend: str, data: st.DataObject) -> None:
     """Draw any size, also with more tiles than CTAs."""
     draw = data.draw
     problem = draw_sm90_problem(draw, 20, [8, 64, 72, 200], 5)
     here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
-    config = draw(st.sampled_from(CONV2D_SM90_LARGE.configs(problem, here)))
-    check_convolution(backend, problem, CONV2D_SM90_LARGE, config, here, seed=draw(st.integers(0, 99)))
+    config = draw(st.sampled_from(dense_configs(problem, here)))
+    check_convolution(backend, problem, CONV2D_SM90, config, here, seed=draw(st.integers(0, 99)))
 
 
 @ON_HOPPER

@@ -215,7 +215,7 @@ def check_fp8_product(
     half_sums[:, : sums.shape[1]] = sums
     buffers = {"xq": codes, "x_row_scale": scale, "x_offset": None, "x_sums": sums, "bias": bias}
     buffers["x_half_sums"] = half_sums
-    buffers |= family.prepare_weight(weight, problem)  # type: ignore[attr-defined]
+    buffers |= family.prepare_weight(weight, config, problem)
     for a in buffers.values():
         if a is not None:
             a.flags.writeable = False

@@ -131,7 +131,7 @@ def check_product(
         **dict(zip(("xq", "x_scale", "x_offset", "x_sums"), quantized, strict=True)),
         "x_row_scale": row_scale,
         "bias": bias,
-        **family.prepare_weight(weight, problem),  # type: ignore[attr-defined]
+        **family.prepare_weight(weight, config, problem),
     }
     for a in buffers.values():
         if a is not None:
@@ -315,7 +315,7 @@ def test_gemm_int8_sm90_reads_codes_row_by_row_whatever_their_strides(bits: int)
     codes = np.random.default_rng(0).integers(0, 1 << bits, (64, 40), dtype=np.uint8)
     columns = BlockQuantizedWeight(codes.T.reshape(40, 1, 1, 64), np.ones((40, 1), np.float32), None, bits=bits)
     problem = Int8Problem(64, 40, 64, 64, bits, False, False, "float16")
-    found = GEMM_INT8_SM90.prepare_weight(columns, problem)["codes"]
+    found = GEMM_INT8_SM90.prepare_weight(columns, GemmInt8Sm90Config(1, 1), problem)["codes"]
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(found, codes.T.astype(np.int64) - (1 << bits - 1))
 

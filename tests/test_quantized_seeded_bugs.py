@@ -3,7 +3,7 @@
 
 The last entry of a bug has the checks that catch it, with asynchronous copies that land as late, and as early, as PTX
 allows: the kind of the simulator's fault, or "values" for a wrong result. The suffix "fp8" of a file name selects its
-float8 form.
+float8 form, and "dense" a convolution whose weight is dequantized beforehand.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 from cupy_awq import BlockQuantizedWeight
 from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80, Conv2dSm80Config
-from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90, Conv2dSm90Config
-from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE, Conv2dSm90LargeConfig
+from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
+from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
 from cupy_awq.kernels.conv2d.problem import ConvolutionSizes
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
@@ -173,51 +173,57 @@ SEEDS = {
         "conv2d/conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
     ),
     "a box of x is released while wgmma still reads it": (
-        "conv2d/conv2d_sm90.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+        "conv2d/conv2d_sm90_weight.cuh", "fetch(has_box);\n    ptx::wgmma_wait_group<1>();",
+        "fetch(has_box);\n    ptx::wgmma_wait_group<2>();", RACE,
     ),
     "codes are released before all lanes have read them": (
         "hopper/pipeline.cuh", "    __syncwarp();\n    if constexpr (kClusterSize == 1) {",
         "    if constexpr (kClusterSize == 1) {", RACE,
     ),
     "a tap of the halo begins in the wrong row of the box": (
-        "conv2d/conv2d_sm90.cu", "k_chunk.fy * dilation_h * C::kBoxW", "k_chunk.fy * dilation_h * C::kTileW", VALUES,
+        "conv2d/conv2d_sm90.cuh", "y / C::kPlanesH * C::kBoxW", "y / C::kPlanesH * C::kTileW", VALUES,
     ),
     "every box takes the parameters of the first channels": (
-        "conv2d/conv2d_sm90.cu", "x_state.stage_idx * C::kParameterBytes) +", "0 * C::kParameterBytes) +", VALUES,
+        "conv2d/conv2d_sm90_weight.cuh", "x_state.stage_idx * (C::kParameterBytes / 4)", "0 * (C::kParameterBytes / 4)",
+        VALUES,
     ),
     "partial sums are read before other CTAs have written them": (
         "hopper/cluster_reduction.cuh", "  cluster_sync<kClusterSize>();\n", "", ("uninitialised", "race"),
     ),
     "the rows behind a part of the pixels are not zeroed": (
-        "conv2d/conv2d_sm90_large.cu", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
+        "conv2d/conv2d_sm90.cu dense", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
         ("uninitialised", "uninitialised"),
     ),
     "wgmma reads zeros that were stored without a proxy fence": (
-        "conv2d/conv2d_sm90_large.cu", "    ptx::fence_proxy_async();\n", "", RACE,
+        "conv2d/conv2d_sm90.cu dense", "    ptx::fence_proxy_async();\n", "", RACE,
     ),
     "stages are released while wgmma still reads them": (
-        "conv2d/conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+        "conv2d/conv2d_sm90_weight.cuh dense", "completed, so its stages can be released.\n      ptx::wgmma_wait_group<1>();",
+        "completed, so its stages can be released.\n      ptx::wgmma_wait_group<2>();", RACE,
     ),
     "the next tile begins with the last box of the preceding one": (
-        "conv2d/conv2d_sm90_large.cu", "x_state.stage_idx, lane);\n    x_state.advance_by_branch();",
+        "conv2d/conv2d_sm90_weight.cuh dense", "x_state.stage_idx, lane);\n    x_state.advance_by_branch();",
         "x_state.stage_idx, lane);", ("race", "race"),
     ),
     "the last box of a tile is not released": (
-        "conv2d/conv2d_sm90_large.cu", "    x_pipeline.consumer_release(x_state.stage_idx, lane);\n", "",
+        "conv2d/conv2d_sm90_weight.cuh dense", "    shared.x_pipeline().consumer_release(x_state.stage_idx, lane);\n", "",
         ("deadlock", "deadlock"),
     ),
     "a tap of a strided convolution reads the plane of another tap": (
-        "conv2d/conv2d_sm90_large.cu", "y_shift % C::kPlanesH * C::kPlanesW", "y_shift / C::kPlanesH * C::kPlanesW", VALUES,
+        "conv2d/conv2d_sm90.cuh dense", "y % C::kPlanesH * C::kPlanesW", "y / C::kPlanesH * C::kPlanesW", VALUES,
     ),
     "the planes of a strided convolution start one pixel late": (
-        "conv2d/conv2d_sm90_large.cu", "plane_w - lead_w", "plane_w", VALUES,
+        "conv2d/conv2d_sm90.cu dense", "plane_w - sizes.lead_w()", "plane_w", VALUES,
     ),
     "the second part is stored in place of the first": (
-        "conv2d/conv2d_sm90_large.cu", "corner = corners[pixel_tile];", "corner = corners[0];", VALUES,
+        "conv2d/conv2d_sm90.cu dense", "corner = corners[pixel_tile];", "corner = corners[0];", VALUES,
     ),
     "partial sums overwrite stages that another CTA still reads": (
-        "conv2d/conv2d_sm90_large.cu", "      cluster_sync<C::kSplitK>();\n      reduce_scatter",
-        "      reduce_scatter", RACE,
+        "conv2d/conv2d_sm90.cu dense", "if constexpr (C::kDense) cluster_sync<C::kSplitK>();\n      constexpr",
+        "constexpr", RACE,
+    ),
+    "a store buffer overwrites a stage that other warps still read": (
+        "conv2d/conv2d_sm90.cu", "if constexpr (!C::kDense) ptx::barrier_sync(1, C::kConsumerWarps * 32);", "", RACE,
     ),
 }  # fmt: skip
 
@@ -226,22 +232,22 @@ def outcome(file: str, landing: str) -> str:
     """Return the check that catches the bug planted in a file, or "nothing"."""
     a100, h100 = device.nominal(80), device.nominal(90)
     try:
-        if file in ("conv2d/conv2d_sm90.cu", "hopper/pipeline.cuh", "hopper/cluster_reduction.cuh"):
+        if file.startswith("conv2d/conv2d_sm90") and file.endswith("dense"):
+            # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
+            halo = Conv2dSm90Config(True, 1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
+            one_sm = replace(h100, sm_count=1)
+            strided = Conv2dSm90Config(True, 1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
+            check_convolution(landing, STRIDED_CONVOLUTION, CONV2D_SM90, strided, one_sm, seed=0)
+            eight = replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES)
+            check_convolution(landing, eight, CONV2D_SM90, halo, one_sm, seed=0)
+            for split_k in (1, 2):
+                boxes = Conv2dSm90Config(True, 1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
+                check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, boxes, h100, seed=0)
+        elif file.startswith(("conv2d/conv2d_sm90", "hopper")):
             # Three chunks of channels in two stages of x, with K whole and split in two.
             for split_k in (1, 2):
-                config = Conv2dSm90Config(1, 1, 4, 8, True, 2, 8, split_k, 1)
+                config = Conv2dSm90Config(False, 1, 1, 32, (1, 4, 8), 1, True, 2, 8, split_k, 1)
                 check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, config, h100, seed=0)
-        elif file == "conv2d/conv2d_sm90_large.cu":
-            # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
-            large = CONV2D_SM90_LARGE
-            halo = Conv2dSm90LargeConfig(1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
-            one_sm = replace(h100, sm_count=1)
-            strided = Conv2dSm90LargeConfig(1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
-            check_convolution(landing, STRIDED_CONVOLUTION, large, strided, one_sm, seed=0)
-            check_convolution(landing, replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES), large, halo, one_sm, seed=0)
-            for split_k in (1, 2):
-                boxes = Conv2dSm90LargeConfig(1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
-                check_convolution(landing, SM90_CONVOLUTION, large, boxes, h100, seed=0)
         elif file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, CONV2D_SM80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
         elif file == "int8/gemm_int8_sm90.cu":

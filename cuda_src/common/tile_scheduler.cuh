@@ -46,10 +46,16 @@ __device__ __forceinline__ constexpr auto slice_begin(Units units, Index index, 
   return units * index / slices;
 }
 
-// The unit of a cluster of kClusterSize CTAs in a grid of (n_blocks * kClusterSize, m_blocks) CTAs. The CTAs of a
-// cluster share the tile.
+// The unit of a cluster of kClusterSize CTAs: tile() in a grid of (n_blocks * kClusterSize, m_blocks) CTAs, whose
+// clusters share a tile; or, in a kernel that may also be persistent, `unit` as in PersistentTileScheduler.
 template <int kClusterSize>
 struct StaticTileScheduler {
+  int unit;
+  bool valid = true;
+
+  explicit __device__ __forceinline__ StaticTileScheduler(int) : unit(blockIdx.x / kClusterSize) {}
+  __device__ __forceinline__ bool is_valid() const { return valid; }
+  __device__ __forceinline__ void advance() { valid = false; }
   static __device__ __forceinline__ TileCoordinates tile() {
     TileCoordinates at{0, static_cast<int>(blockIdx.x / kClusterSize)};
     if (gridDim.y > 1) {

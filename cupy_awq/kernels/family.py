@@ -158,8 +158,10 @@ class Family(Generic[ProblemT, ConfigT]):
         """Return the split-K workspace that a configuration needs; by default none."""
         return Workspace()
 
-    def prepare_weight(self, weight: BlockQuantizedWeight, problem: ProblemT) -> Mapping[str, Array | None]:
-        """Return the buffers of a block-quantized weight by name, in the layout of the family; by default none.
+    def prepare_weight(
+        self, weight: BlockQuantizedWeight, config: ConfigT, problem: ProblemT
+    ) -> Mapping[str, Array | None]:
+        """Return the buffers of a block-quantized weight by name, in the configuration's layout; by default none.
 
         They are created on first use and cached in the weight.
         """

@@ -8,7 +8,6 @@ from cupy_awq.kernels.conv2d.conv2d_int8 import CONV2D_INT8, Int8Convolution
 from cupy_awq.kernels.conv2d.conv2d_simt import CONV2D_SIMT
 from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
-from cupy_awq.kernels.conv2d.conv2d_sm90_large import CONV2D_SM90_LARGE
 from cupy_awq.kernels.conv2d.problem import Convolution
 from cupy_awq.kernels.decoder.attention import ATTENTION, ATTENTION_SM80, Attention
 from cupy_awq.kernels.decoder.decode_attention import DECODE_ATTENTION, DECODE_ATTENTION_SM80, DecodeAttention
@@ -59,7 +58,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     Int8Problem: (GEMV_INT8, GEMM_INT8_SM75, GEMM_INT8_SM80, GEMM_W4A8_SM90, GEMM_INT8_SM90, GEMM_INT8_SIMT),
     RowQuantization: (QUANTIZE_ROWS,),
     Fp8Quantization: (QUANTIZE_FP8,),
-    Convolution: (CONV2D_GEMM, CONV2D_SM90, CONV2D_SM90_LARGE, CONV2D_SM80, CONV2D_SIMT),
+    Convolution: (CONV2D_GEMM, CONV2D_SM90, CONV2D_SM80, CONV2D_SIMT),
     Int8Convolution: (CONV2D_INT8,),
     Repacking: (REPACK,),
     ColumnGather: (GATHER_COLUMNS,),

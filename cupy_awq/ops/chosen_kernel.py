@@ -39,7 +39,7 @@ class ChosenKernel:
 
     def weight_buffers(self, weight: BlockQuantizedWeight) -> dict[str, Array | None]:
         """Return the weight's buffers for this kernel; layouts are created on first use and cached in the weight."""
-        return dict(self.choice.family.prepare_weight(weight, self.choice.problem))
+        return dict(self.choice.family.prepare_weight(weight, self.choice.config, self.choice.problem))
 
     def launch(self, buffers: Mapping[str, Array | None]) -> None:
         """Launch the kernel on the current stream; counters and partial sums are in the stream's workspace.

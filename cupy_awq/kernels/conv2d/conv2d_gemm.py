@@ -14,7 +14,7 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.conv2d.conv2d_sm90 import image_view
+from cupy_awq.kernels.conv2d.conv2d_sm90_config import image_view
 from cupy_awq.kernels.conv2d.problem import Convolution, rounded_parameters, sm90_refusal
 from cupy_awq.kernels.family import AnyFamily, Family
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M
@@ -111,7 +111,7 @@ def plan(config: GemmConfig, problem: Convolution, device: Device) -> LaunchPlan
     return _family(config).plan(config, gemm_problem(problem), device)
 
 
-def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array | None]:
+def prepare_weight(weight: BlockQuantizedWeight, config: GemmConfig, problem: Convolution) -> dict[str, Array | None]:
     """Return the buffers "weight", in the fragment layout, and "residual", which is absent."""
     layout = FragmentLayout.of(gemm_problem(problem))
     repacked = weight.layout(("repacked", problem.dtype), lambda: _repacked(weight, layout, np.dtype(problem.dtype)))

@@ -47,7 +47,7 @@ def plan(config: SimtConfig, problem: Convolution, device: Device) -> LaunchPlan
     return LaunchPlan(kernel, output_grid(problem.sizes, config.threads), (config.threads, 1, 1), arguments)
 
 
-def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
+def prepare_weight(weight: BlockQuantizedWeight, config: SimtConfig, problem: Convolution) -> dict[str, Array]:
     """Return the weight buffers "codes", uint8, and "parameters", float32 [2, Co, blocks]: scales, then offsets."""
     xp = namespace(weight.scale)
 

@@ -132,7 +132,9 @@ def workspace(config: Conv2dSm80Config, problem: Convolution) -> Workspace:
     return config.workspace(math.prod(_tiles(config, problem)))
 
 
-def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array | None]:
+def prepare_weight(
+    weight: BlockQuantizedWeight, config: Conv2dSm80Config, problem: Convolution
+) -> dict[str, Array | None]:
     """Return the weight buffers "codes" (one int32 word per 8 channels, or two for 8 bits), "scales" and "offsets"."""
     scales, offsets = rounded_parameters(weight, np.dtype(problem.dtype))
     return {"codes": weight.layout("sm80 words", lambda: _words(weight)), "scales": scales, "offsets": offsets}

@@ -6,8 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_awq.block_weight import BlockQuantizedWeight
-from cupy_awq.check import Array
 from cupy_awq.kernels.family import Family, Workspace
 from cupy_awq.kernels.int8 import problem as int8_problem
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
@@ -136,9 +134,7 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
     def workspace(self, config: WarpTileConfig, problem: Int8Problem) -> Workspace:
         return config.workspace(math.prod(_grid(config, problem)))
 
-    def prepare_weight(self, weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-        """Return the weight buffers "codes" and "parameters"."""
-        return int8_problem.prepare_weight(weight, problem)
+    prepare_weight = staticmethod(int8_problem.prepare_weight)
 
     def _tiles(self, problem: Int8Problem) -> tuple[tuple[int, int, int], ...]:
         return TILES_SM75 if problem.fp8 or self is GEMM_INT8_SM75 else TILES_SM80

@@ -240,7 +240,7 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
     )
 
 
-def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+def prepare_weight(weight: BlockQuantizedWeight, config: GemmInt8Sm90Config, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers "codes" and "parameters", in the layouts of ``cuda_src/int8/gemm_int8_sm90.cu``."""
     return {
         "codes": weight.layout(("sm90 bytes", problem.fp8), lambda: _bytes(weight, problem.fp8)),

@@ -324,7 +324,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
     )
 
 
-def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+def prepare_weight(weight: BlockQuantizedWeight, config: GemmW4A8Config, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers, in the layouts of ``cuda_src/int8/gemm_w4a8_sm90.cu``.
 
     The buffers are "weight", "offsets" and "units", of which only products of float8 use the last two, and ABSENT.

@@ -13,7 +13,7 @@ from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import TYPES
-from cupy_awq.kernels.family import KernelProblem, TuningKey
+from cupy_awq.kernels.family import Config, KernelProblem, TuningKey
 from cupy_awq.kernels.tiling import ceil_div, next_tuned_m
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Capability, Device
@@ -206,7 +206,7 @@ def fp8_refusal(block_size: int, k: int, device: Device) -> str | None:
     return None
 
 
-def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+def prepare_weight(weight: BlockQuantizedWeight, config: Config, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers "codes" and "parameters" for the families without a weight layout of their own.
 
     ``cuda_src/int8/gemm_int8.cuh`` has the layouts of both buffers.
