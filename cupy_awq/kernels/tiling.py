@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 MAX_SPLITS = 64
 """The largest split-K factor."""
 
@@ -38,3 +40,19 @@ def split_counts(limit: int) -> list[int]:
     [1, 2, 4]
     """
     return [1 << i for i in range(MAX_SPLITS.bit_length()) if 1 << i <= max(1, min(limit, MAX_SPLITS))]
+
+
+def stream_k_divisions(units: int, k_tiles: int, clusters: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the divisions of ``units`` units of ``k_tiles`` k tiles to try with stream-K, for persistent clusters.
+
+    A division is (number of units whose k tiles are shared, number of clusters that share them, number of clusters of
+    the launch, at most ``clusters``). Shared are the units of the last, partial wave, or of the last two waves.
+
+    >>> list(stream_k_divisions(5, 64, 4))
+    [(1, 2, 4), (1, 4, 4), (5, 4, 4)]
+    """
+    left = units % clusters
+    for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
+        for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
+            if sharers != shared and shared * k_tiles >= 2 * sharers:
+                yield shared, sharers, sharers if units == shared else clusters

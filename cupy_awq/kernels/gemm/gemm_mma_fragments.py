@@ -14,7 +14,7 @@ from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fra
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
 from cupy_awq.kernels.hopper import HOPPER
-from cupy_awq.kernels.tiling import ceil_div, next_power_of_two
+from cupy_awq.kernels.tiling import ceil_div, next_power_of_two, stream_k_divisions
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -284,13 +284,8 @@ def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> I
         return
     if config.block_m == 8 and 2 * units > resident:
         return  # sharing tiles gains nothing where memory limits the speed
-    # Try stream-K for the tiles of the last, partial wave, and for those of the last two waves.
-    left = units % resident
-    for shared in sorted({left, left + resident if units > resident else left} - {0}):
-        for sharers in sorted({min(resident, 2 * shared), min(resident, 4 * shared), resident}):
-            if sharers != shared and shared * k_tiles >= 2 * sharers:
-                ctas = sharers if units == shared else resident
-                yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_ctas=sharers)
+    for shared, sharers, ctas in stream_k_divisions(units, k_tiles, resident):
+        yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_ctas=sharers)
 
 
 def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> LaunchPlan:

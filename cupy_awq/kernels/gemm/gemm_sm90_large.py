@@ -27,7 +27,7 @@ from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, Fragment
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
 from cupy_awq.kernels.gemm.reduction import wgmma_reduction
 from cupy_awq.kernels.hopper import HOPPER, p_norm, tile_heights
-from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.tiling import ceil_div, stream_k_divisions
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -188,13 +188,8 @@ def _with_stream_k(config: GemmSm90LargeConfig, problem: Problem, clusters: int)
     """Yield the configuration for at most ``clusters`` clusters, without stream-K and with it."""
     k_tiles, units = ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
     yield replace(config, ctas=min(units, clusters) * config.cluster)
-    # Try stream-K for the units of the last, partial wave, and for the units of the last two waves.
-    left = units % clusters
-    for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
-        for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
-            if sharers != shared and shared * k_tiles >= 2 * sharers:
-                ctas = (sharers if units == shared else clusters) * config.cluster
-                yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_clusters=sharers)
+    for shared, sharers, count in stream_k_divisions(units, k_tiles, clusters):
+        yield replace(config, ctas=count * config.cluster, stream_k_units=shared, stream_k_clusters=sharers)
 
 
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
