@@ -134,10 +134,7 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
     )
     tiles, (_, tiles_h, tiles_w) = config.tiles(problem), config.image_tiles(problem)
     counts = tiles, tiles_h * tiles_w, tiles_w, config.co_blocks(problem), co_tiles(sizes.outputs), k_chunks(sizes)
-    numbers = (
-        *(*counts, image.batch, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w),
-        *sizes[10:],
-    )
+    shape = image.batch, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:]
     is_persistent = config.dense and config.split_k == 1
     clusters = min(tiles, device.sm_count * config.ctas_per_sm) if is_persistent else tiles
     x = x_map(problem, tile_n, box_h, box_w)
@@ -145,7 +142,7 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
         Kernel("conv2d/conv2d_sm90.cu", NAME, defines, device.target),
         (clusters * config.split_k, 1, 1),
         (config.threads, 1, 1),
-        ("weight", "parameters", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
+        ("weight", "parameters", "bias", "y", x, *map(np.int32, (*counts, *shape)), *map(np.float32, problem.limits)),
         config.shared_bytes(problem),
         cluster=(config.split_k, 1, 1),
         dependent=True,
