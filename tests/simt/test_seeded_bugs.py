@@ -130,7 +130,7 @@ SEEDS = {
         "C::kSplitK * Tile<C>::owned_rows", DEADLOCK, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: accumulators are added before all consumers have stored theirs": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "  ptx::barrier_sync(0, C::kThreads);\n", "", RACE, REPACKED, {"split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "ptx::barrier_sync(0, C::kThreads);", "", RACE, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: the accumulators of the last consumer are not written to the other CTA": Seed(
         "gemm_sm90", 90, "hopper/cluster_reduction.cuh",
