@@ -83,6 +83,18 @@ def test_a_stride_of_3_needs_a_box_for_each_tap() -> None:
 
 
 @ON_HOPPER
+def test_a_large_dilation_needs_a_dequantized_weight_and_a_box_for_each_tap(backend: str) -> None:
+    """A box with a halo does not fit in shared memory, and the codes of a convolution with stride 1 need such boxes."""
+    sizes = ConvolutionSizes(2, 12, 12, 64, 64, 1, 3, 3, 12, 12, 1, 1, 60, 60, 60, 60)
+    problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
+    here = facts(90, backend)
+    found = CONV2D_SM90.configs(problem, here)
+    assert {(config.dense, config.halo) for config in found} == {(True, False)}
+    assert CONV2D_SM90.refusal(problem, here) is None
+    check_convolution(backend, problem, CONV2D_SM90, found[0], here, seed=0)
+
+
+@ON_HOPPER
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_convolution_with_a_dequantized_weight(backend: str, data: st.DataObject) -> None:
