@@ -3,12 +3,12 @@
 
 A family is an instance of a subclass of `Family`; `cupy_awq.kernels.registry` lists all of them. The functions of a
 family are pure: they take a problem and a `Device` and need no GPU. A module with one family writes them as plain
-functions, which the subclass takes as static methods; a module with several families writes them as methods.
+functions for a `FunctionFamily`; a module with several families writes them as methods of a subclass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -220,6 +220,40 @@ class SoleConfigFamily(Family[MemoryBoundT, SoleConfig]):
 
     def estimate_us(self, config: SoleConfig, problem: MemoryBoundT, device: Device) -> float:
         return device.rates.launch_us + device.read_us(problem.nbytes)
+
+
+class FunctionFamily(Family[ProblemT, ConfigT]):
+    """A kernel family whose methods are functions of its module; the arguments are named as in `Family`."""
+
+    def __init__(
+        self,
+        name: str,
+        configs: Callable[[ProblemT, Device], Sequence[ConfigT]],
+        estimate_us: Callable[[ConfigT, ProblemT, Device], float],
+        plan: Callable[[ConfigT, ProblemT, Device], LaunchPlan],
+        refusal: Callable[[ProblemT, Device], str | None] | None = None,
+        *,
+        needs: tuple[Capability, ...] = (),
+        layout: str | None = None,
+        workspace: Callable[[ConfigT, ProblemT], Workspace] | None = None,
+        prepare_weight: Callable[[BlockQuantizedWeight, ConfigT, ProblemT], Mapping[str, Array | None]] | None = None,
+        reduction: Callable[[ConfigT, ProblemT], Reduction | None] | None = None,
+        describe_work: Callable[[ConfigT, ProblemT], str | None] | None = None,
+        time_parts: Callable[[ConfigT, ProblemT, Device], object] | None = None,
+    ) -> None:
+        self.NAME, self.needs, self.layout = name, needs, layout
+        methods = {
+            "configs": configs,
+            "estimate_us": estimate_us,
+            "plan": plan,
+            "refusal": refusal,
+            "workspace": workspace,
+            "prepare_weight": prepare_weight,
+            "reduction": reduction,
+            "describe_work": describe_work,
+            "time_parts": time_parts,
+        }
+        vars(self).update((method, function) for method, function in methods.items() if function is not None)
 
 
 AnyFamily = Family[Any, Any]

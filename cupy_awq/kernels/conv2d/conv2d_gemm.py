@@ -16,7 +16,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.conv2d.conv2d_sm90_config import image_view
 from cupy_awq.kernels.conv2d.problem import Convolution, rounded_parameters, sm90_refusal
-from cupy_awq.kernels.family import AnyFamily, Family
+from cupy_awq.kernels.family import AnyFamily, FunctionFamily
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_config import GemmSm90Config
@@ -146,16 +146,4 @@ def _repacked(weight: BlockQuantizedWeight, layout: FragmentLayout, dtype: np.dt
     return xp.ascontiguousarray(xp.concatenate(parts, axis=2)).reshape(-1)
 
 
-class Conv2dGemm(Family[Convolution, GemmConfig]):
-    """The family ``conv2d_gemm``."""
-
-    NAME = NAME
-    needs = HOPPER
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-CONV2D_GEMM = Conv2dGemm()
+CONV2D_GEMM = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, prepare_weight=prepare_weight)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.conv2d.problem import ConvolutionSizes, SimtConfig, output_grid, simt_estimate_us
-from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
@@ -75,13 +75,4 @@ def plan(config: SimtConfig, problem: Int8Convolution, device: Device) -> Launch
     return LaunchPlan(kernel, grid, (config.threads, 1, 1), (*pointers, *scalars))
 
 
-class Conv2dInt8(Family[Int8Convolution, SimtConfig]):
-    """The family ``conv2d_int8``."""
-
-    NAME = NAME
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-CONV2D_INT8 = Conv2dInt8()
+CONV2D_INT8 = FunctionFamily(NAME, configs, estimate_us, plan)

@@ -15,7 +15,7 @@ from cupy_awq.kernels.conv2d.problem import (
     simt_estimate_us,
     tensor_core_refusal,
 )
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -61,15 +61,4 @@ def prepare_weight(weight: BlockQuantizedWeight, config: SimtConfig, problem: Co
     }
 
 
-class Conv2dSimt(Family[Convolution, SimtConfig]):
-    """The family ``conv2d_simt``."""
-
-    NAME = NAME
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-CONV2D_SIMT = Conv2dSimt()
+CONV2D_SIMT = FunctionFamily(NAME, configs, estimate_us, plan, refusal, prepare_weight=prepare_weight)

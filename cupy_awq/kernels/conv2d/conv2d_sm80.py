@@ -18,7 +18,7 @@ from cupy_awq.kernels.conv2d.problem import (
     rounded_parameters,
     tensor_core_refusal,
 )
-from cupy_awq.kernels.family import Family, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Workspace
 from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
@@ -160,17 +160,6 @@ def _stages_of_k(problem: Convolution) -> int:
     return ceil_div(sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, VECTOR_CHANNELS), STAGE_VECTORS)
 
 
-class Conv2dSm80(Family[Convolution, Conv2dSm80Config]):
-    """The family ``conv2d_sm80``."""
-
-    NAME = NAME
-    needs = TENSOR_CORES
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    workspace = staticmethod(workspace)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-CONV2D_SM80 = Conv2dSm80()
+CONV2D_SM80 = FunctionFamily(
+    NAME, configs, estimate_us, plan, refusal, needs=TENSOR_CORES, workspace=workspace, prepare_weight=prepare_weight
+)

@@ -31,7 +31,7 @@ from cupy_awq.kernels.conv2d.conv2d_sm90_config import (
 )
 from cupy_awq.kernels.conv2d.conv2d_sm90_costs import estimate_us
 from cupy_awq.kernels.conv2d.problem import Convolution, ConvolutionSizes, rounded_parameters, sm90_refusal
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.hopper import HOPPER, RESERVED_BYTES
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
@@ -337,16 +337,4 @@ def _even_tile(size: int, most: int) -> int:
     return ceil_div(size, ceil_div(size, most))
 
 
-class Conv2dSm90(Family[Convolution, Conv2dSm90Config]):
-    """The family ``conv2d_sm90``."""
-
-    NAME = NAME
-    needs = HOPPER
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-CONV2D_SM90 = Conv2dSm90()
+CONV2D_SM90 = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, prepare_weight=prepare_weight)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES, ZEROS
-from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
@@ -97,13 +97,4 @@ def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> L
     return LaunchPlan(kernel, grid, (config.threads, 1, 1), arguments)
 
 
-class Dequantize(Family[Dequantization, DequantizeConfig]):
-    """The family ``dequantize``."""
-
-    NAME = NAME
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-DEQUANTIZE = Dequantize()
+DEQUANTIZE = FunctionFamily(NAME, configs, estimate_us, plan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -75,13 +75,4 @@ def plan(config: ConvertConfig, problem: Conversion, device: Device) -> LaunchPl
     return LaunchPlan(kernel, grid, (config.threads, 1, 1), ("words", "out", np.int64(problem.count)))
 
 
-class IntToFp16(Family[Conversion, ConvertConfig]):
-    """The family ``int_to_fp16``."""
-
-    NAME = NAME
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-INT_TO_FP16 = IntToFp16()
+INT_TO_FP16 = FunctionFamily(NAME, configs, estimate_us, plan)

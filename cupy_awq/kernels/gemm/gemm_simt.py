@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
 from cupy_awq.kernels.gemm.reduction import slice_begins
 from cupy_awq.kernels.tiling import ceil_div, split_counts
@@ -78,17 +78,6 @@ def _tiles(problem: Problem) -> int:
     return ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N)
 
 
-class GemmSimt(Family[Problem, GemmSimtConfig]):
-    """The family ``gemm_simt``."""
-
-    NAME = NAME
-    layout = AWQ
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    workspace = staticmethod(workspace)
-    reduction = staticmethod(reduction)
-
-
-GEMM_SIMT = GemmSimt()
+GEMM_SIMT = FunctionFamily(
+    NAME, configs, estimate_us, plan, refusal, layout=AWQ, workspace=workspace, reduction=reduction
+)

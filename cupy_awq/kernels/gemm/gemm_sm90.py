@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupy_awq.kernels.family import Family, Reduction
+from cupy_awq.kernels.family import FunctionFamily, Reduction
 from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
     fragment_defines,
@@ -270,19 +270,15 @@ def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> flo
     return time_parts(config, problem, device).us
 
 
-class GemmSm90(Family[Problem, GemmSm90Config]):
-    """The family ``gemm_sm90``."""
-
-    NAME = NAME
-    needs = HOPPER
-    layout = FRAGMENTS
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    reduction = staticmethod(reduction)
-    describe_work = staticmethod(describe_work)
-    time_parts = staticmethod(time_parts)
-
-
-GEMM_SM90 = GemmSm90()
+GEMM_SM90 = FunctionFamily(
+    NAME,
+    configs,
+    estimate_us,
+    plan,
+    refusal,
+    needs=HOPPER,
+    layout=FRAGMENTS,
+    reduction=reduction,
+    describe_work=describe_work,
+    time_parts=time_parts,
+)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace
 from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
     fragment_defines,
@@ -296,20 +296,16 @@ def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -
     return time_parts(config, problem, device).us
 
 
-class GemmSm90Large(Family[Problem, GemmSm90LargeConfig]):
-    """The family ``gemm_sm90_large``."""
-
-    NAME = NAME
-    needs = HOPPER
-    layout = FRAGMENTS
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    workspace = staticmethod(workspace)
-    reduction = staticmethod(reduction)
-    describe_work = staticmethod(describe_work)
-    time_parts = staticmethod(time_parts)
-
-
-GEMM_SM90_LARGE = GemmSm90Large()
+GEMM_SM90_LARGE = FunctionFamily(
+    NAME,
+    configs,
+    estimate_us,
+    plan,
+    refusal,
+    needs=HOPPER,
+    layout=FRAGMENTS,
+    workspace=workspace,
+    reduction=reduction,
+    describe_work=describe_work,
+    time_parts=time_parts,
+)

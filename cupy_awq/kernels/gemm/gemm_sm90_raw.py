@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE
-from cupy_awq.kernels.family import Family, Reduction
+from cupy_awq.kernels.family import FunctionFamily, Reduction
 from cupy_awq.kernels.gemm.gemm_mma import BLOCK_K, GEMM_SM80
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, awq_layout_refusal
 from cupy_awq.kernels.gemm.reduction import slice_begins
@@ -238,17 +238,4 @@ def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> 
     return float(costs.launch_us + reduction + p_norm((chain, work, stream), 3))
 
 
-class GemmSm90Raw(Family[Problem, GemmSm90RawConfig]):
-    """The family ``gemm_sm90_raw``."""
-
-    NAME = NAME
-    needs = HOPPER  # It uses no wgmma, but its cost model is fitted on Hopper alone; newer GPUs have gemm_sm80.
-    layout = AWQ
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    reduction = staticmethod(reduction)
-
-
-GEMM_SM90_RAW = GemmSm90Raw()
+GEMM_SM90_RAW = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, layout=AWQ, reduction=reduction)

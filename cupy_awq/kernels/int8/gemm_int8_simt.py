@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.int8.problem import STEP_K, Int8Problem, activation_refusal, prepare_weight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
@@ -65,15 +65,4 @@ def _grid(config: GemmInt8SimtConfig, problem: Int8Problem) -> tuple[int, int, i
     return ceil_div(problem.m, config.tile), ceil_div(problem.n, config.tile), 1
 
 
-class GemmInt8Simt(Family[Int8Problem, GemmInt8SimtConfig]):
-    """The family ``gemm_int8_simt``."""
-
-    NAME = NAME
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-GEMM_INT8_SIMT = GemmInt8Simt()
+GEMM_INT8_SIMT = FunctionFamily(NAME, configs, estimate_us, plan, refusal, prepare_weight=prepare_weight)

@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import ITEMSIZE
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.hopper import HOPPER, p_norm, resident_clusters
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.tiling import ceil_div
@@ -306,16 +306,4 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
     return xp.ascontiguousarray(parameters).reshape(tiles, stages, -1)
 
 
-class GemmInt8Sm90(Family[Int8Problem, GemmInt8Sm90Config]):
-    """The family ``gemm_int8_sm90``."""
-
-    NAME = NAME
-    needs = HOPPER
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-GEMM_INT8_SM90 = GemmInt8Sm90()
+GEMM_INT8_SM90 = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, prepare_weight=prepare_weight)

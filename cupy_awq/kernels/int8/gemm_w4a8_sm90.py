@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.hopper import (
     HOPPER,
     available_ctas,
@@ -403,16 +403,4 @@ def _scale_bits(scale: Array, dtype: str) -> Array:
     return scale.astype(dtype).view(f"u{ITEMSIZE[dtype]}")
 
 
-class GemmW4A8Sm90(Family[Int8Problem, GemmW4A8Config]):
-    """The family ``gemm_w4a8_sm90``."""
-
-    NAME = NAME
-    needs = HOPPER
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-GEMM_W4A8_SM90 = GemmW4A8Sm90()
+GEMM_W4A8_SM90 = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, prepare_weight=prepare_weight)

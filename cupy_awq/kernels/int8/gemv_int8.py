@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Family, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Workspace
 from cupy_awq.kernels.int8.problem import ROWS_TO_BLOCKS_LAUNCHES, Int8Problem, layout_refusal, prepare_weight
 from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.kernels.waves import reduction_us
@@ -110,16 +110,6 @@ def workspace(config: GemvInt8Config, problem: Int8Problem) -> Workspace:
     return Workspace(tiles * config.split_k * 32 * WARPS * 4, tiles)
 
 
-class GemvInt8(Family[Int8Problem, GemvInt8Config]):
-    """The family ``gemv_int8``."""
-
-    NAME = NAME
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    workspace = staticmethod(workspace)
-    prepare_weight = staticmethod(prepare_weight)
-
-
-GEMV_INT8 = GemvInt8()
+GEMV_INT8 = FunctionFamily(
+    NAME, configs, estimate_us, plan, refusal, workspace=workspace, prepare_weight=prepare_weight
+)

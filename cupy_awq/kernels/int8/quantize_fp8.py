@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -123,14 +123,4 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
     )
 
 
-class QuantizeFp8(Family[Fp8Quantization, QuantizeFp8Config]):
-    """The family ``quantize_fp8``."""
-
-    NAME = NAME
-    needs = (Capability.MMA_FP8,)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-QUANTIZE_FP8 = QuantizeFp8()
+QUANTIZE_FP8 = FunctionFamily(NAME, configs, estimate_us, plan, needs=(Capability.MMA_FP8,))

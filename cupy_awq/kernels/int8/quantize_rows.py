@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem
 from cupy_awq.kernels.int8.problem import is_dependent
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
@@ -119,13 +119,4 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
     )
 
 
-class QuantizeRows(Family[RowQuantization, QuantizeRowsConfig]):
-    """The family ``quantize_rows``."""
-
-    NAME = NAME
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-QUANTIZE_ROWS = QuantizeRows()
+QUANTIZE_ROWS = FunctionFamily(NAME, configs, estimate_us, plan)
