@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selection of tests, their distribution over processes, and the count of simulated kernels.
 
-Tests that need a GPU are deselected where there is none, not skipped, because a skip reads like a result.
+Tests that need a GPU, a platform or a module are deselected where it is missing, not skipped, because a skip reads like
+a result.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_hopper = capability == "90" and forced_arch() in (None, 90)
 
     def can_run(item: pytest.Item) -> bool:
+        if any(mark.args[0] for mark in item.iter_markers("skipif")):
+            return False
         if item.get_closest_marker("sm90"):
             return is_hopper
         return bool(capability) or not item.get_closest_marker("gpu")

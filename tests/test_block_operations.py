@@ -258,7 +258,8 @@ def test_conv2d_int8_is_within_one_code_of_the_real_convolution(data: st.DataObj
     )
     real = naive_conv(x - float(zeros[0]), w.astype(float), (1, 1), ((1, 1), (1, 1)), (1, 1), 2)
     real = real * 0.02 * scale[:, None, None] + bias[:, None, None]
-    low, high = {None: (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation)  # type: ignore[arg-type]
+    ranges = {None: (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}
+    low, high = ranges.get(activation, activation)
     wanted = np.clip(np.rint(np.clip(real, low, high) / 0.05) + zeros[1], -128, 127)
     # The formula truncates bias and zero point to multiples of x_scale * weight_scale.
     assert np.abs(y - wanted).max() <= 1

@@ -94,11 +94,12 @@ SEEDS = {
         ("barrier", "uninitialised"),
     ),
     "a CTA of the cluster overwrites a stage that the other one still reads": (
-        "int8/gemm_int8_sm90.cu", "C::kConsumerWarps * C::kClusterSize);", "C::kConsumerWarps);", ("barrier", "barrier"),
+        "int8/gemm_int8_sm90.cu", "C::kConsumerWarps * C::kClusterSize);", "C::kConsumerWarps);",
+        ("barrier", "barrier"),
     ),
     "partial sums overwrite stages that the other CTA still reads": (
-        "int8/gemm_int8_sm90.cu split", "        cluster_sync<C::kSplitK>();\n        typename C::Owned", "        typename C::Owned",
-        RACE,
+        "int8/gemm_int8_sm90.cu split", "        cluster_sync<C::kSplitK>();\n        typename C::Owned",
+        "        typename C::Owned", RACE,
     ),
     "a slice of K takes the scales of the first slice": (
         "int8/gemm_int8_sm90.cu split", "int block = mine.begin * C::kXBlocks / block_spans;", "int block = 0;", VALUES,
@@ -128,15 +129,17 @@ SEEDS = {
         "min(C::kStages, mine.end - mine.begin)", ("in flight", "nothing"),
     ),
     "the last stage is refilled while the scales of rows are read": (
-        "int8/gemm_int8_sm90.cu fp8", "        load_x_scales(state.previous_stage(), 0);\n        release(state.previous_stage());\n",
+        "int8/gemm_int8_sm90.cu fp8",
+        "        load_x_scales(state.previous_stage(), 0);\n        release(state.previous_stage());\n",
         "        release(state.previous_stage());\n        load_x_scales(state.previous_stage(), 0);\n", RACE,
     ),
     "a warpgroup takes the parameters of the columns of the other one": (
-        "int8/gemm_int8_sm90.cu fp8", "(stage_idx * C::kM64Tiles + first_m64_tile + tile)", "(stage_idx * C::kM64Tiles + tile)", VALUES,
+        "int8/gemm_int8_sm90.cu fp8", "(stage_idx * C::kM64Tiles + first_m64_tile + tile)",
+        "(stage_idx * C::kM64Tiles + tile)", VALUES,
     ),
     "a warpgroup stores the columns of the other one": (
-        "int8/gemm_int8_sm90.cuh fp8", "(C::kHasAllRows ? warpgroup * C::kWarpgroupN : 0)", "(C::kHasAllRows ? (1 - warpgroup) * C::kWarpgroupN : 0)",
-        VALUES,
+        "int8/gemm_int8_sm90.cuh fp8", "(C::kHasAllRows ? warpgroup * C::kWarpgroupN : 0)",
+        "(C::kHasAllRows ? (1 - warpgroup) * C::kWarpgroupN : 0)", VALUES,
     ),
     "offsets of x are multiplied by the sums of another block": (
         "int8/gemm_int8_sm90.cu", "min(block, blocks - 1)", "min(block / 2, blocks - 1)", VALUES,
@@ -145,7 +148,8 @@ SEEDS = {
         "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[rows[v]]", "row_scales[v] = x_scale[rows[0]]", VALUES,
     ),
     "products of float8 are not scaled with the scale of their row": (
-        "int8/gemm_int8_sm90.cu fp8", "[v % C::kAccumulators] *= x_scales", "[v % C::kAccumulators] += 0 * x_scales", VALUES,
+        "int8/gemm_int8_sm90.cu fp8", "[v % C::kAccumulators] *= x_scales", "[v % C::kAccumulators] += 0 * x_scales",
+        VALUES,
     ),
     "rows of float8 take scales of other blocks": (
         "int8/gemm_int8_mma.cuh fp8", "x_scale + (C::kFp8 ? row : at)", "x_scale + (C::kFp8 ? row / 2 : at)", VALUES,

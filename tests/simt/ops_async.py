@@ -142,7 +142,8 @@ def tensor_store(b: BlockCode, m: Match[str], tensor: Operand, x: Operand, *hint
 
 
 @emits(
-    r"cp\.async\.bulk\.prefetch\.[\w.:]+|prefetch\.(?:param\.|const\.)?tensormap|cp\.async\.bulk\.prefetch\.tensor\.[\w.:]+"
+    r"cp\.async\.bulk\.prefetch\.[\w.:]+|prefetch\.(?:param\.|const\.)?tensormap"
+    r"|cp\.async\.bulk\.prefetch\.tensor\.[\w.:]+"
 )
 def bulk_prefetch(b: BlockCode, m: Match[str], *operands: Operand) -> None:
     """Ignore prefetches, which have no effect on results."""

@@ -71,7 +71,8 @@ SEEDS = {
     ),
     "split-K: parts are read with no fence after the count": Seed(
         "gemv", 80, "common/reduce.cuh",
-        "  if (!is_last) return false;\n  __threadfence();", "  if (!is_last) return false;", RACE, GEMV, {"split_k": 2},
+        "  if (!is_last) return false;\n  __threadfence();", "  if (!is_last) return false;", RACE, GEMV,
+        {"split_k": 2},
     ),
     "gemm_mma: waits for one stage too few": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
@@ -118,12 +119,12 @@ SEEDS = {
         "if (false)", RACE, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: partial sums signal a barrier that may not be initialized": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<C::kSplitK>();", "sync_cta<C>();", RACE, REPACKED,
-        {"split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<C::kSplitK>();", "sync_cta<C>();", RACE,
+        REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: the first weights behind those ahead of x are not copied": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "i >= tile.stages_ahead()", "i > tile.stages_ahead()", DEADLOCK, REPACKED,
-        {"prefetch_weights": False, "consumers": 1, "split_k": 1, "k_tiles": 1},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "i >= tile.stages_ahead()", "i > tile.stages_ahead()", DEADLOCK,
+        REPACKED, {"prefetch_weights": False, "consumers": 1, "split_k": 1, "k_tiles": 1},
     ),
     "gemm_sm90: a CTA expects its own partial sums, too": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(C::kSplitK - 1) * Tile<C>::owned_rows",
@@ -135,8 +136,8 @@ SEEDS = {
     "gemm_sm90: the accumulators of the last consumer are not written to the other CTA": Seed(
         "gemm_sm90", 90, "hopper/cluster_reduction.cuh",
         "for (int consumer = 0; consumer < L::kConsumers; ++consumer) {\n      Vector<float, 4> values;",
-        "for (int consumer = 0; consumer < L::kConsumers - 1; ++consumer) {\n      Vector<float, 4> values;", VALUES, REPACKED,
-        {"split_k": 2},
+        "for (int consumer = 0; consumer < L::kConsumers - 1; ++consumer) {\n      Vector<float, 4> values;", VALUES,
+        REPACKED, {"split_k": 2},
     ),
     "gemm_sm90_mma: partial sums of few rows are written to the wrong pair of rows": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_tile.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
@@ -147,7 +148,8 @@ SEEDS = {
         ("early", "early"), REPACKED,
     ),
     "gemm_sm90: weights that are to be copied with x are not": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!C::kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);", "", DEADLOCK,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
+        "if (!C::kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);", "", DEADLOCK,
         REPACKED, {"split_k": 1, "prefetch_weights": False},
     ),
     "gemm_sm90: weights that were prefetched are copied with x once more": Seed(
@@ -167,8 +169,8 @@ SEEDS = {
         {"name": "gemm_sm90_mma", "weight_tiles": 4, "split_k": 1, "k_tiles": 2},
     ),
     "gemm_sm90_mma: zero points are subtracted for the slices of two lanes only": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 2);", "",
-        VALUES, REPACKED_ONE,
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 2);",
+        "", VALUES, REPACKED_ONE,
     ),
     "gemm_sm90_mma: the rows of the second pass are swizzled as those of the first": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_x_ring.cuh", "(first_chunk_ ^ swizzle_bits(row) * 16)", "first_chunk_", VALUES,
@@ -192,7 +194,8 @@ SEEDS = {
     ),
     "residual_stream: no warp waits for the squares": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
-        "  ptx::griddepcontrol_wait();\n  args.stream.template make_factors", "  args.stream.template make_factors", ("early", "early"), NORMED,
+        "  ptx::griddepcontrol_wait();\n  args.stream.template make_factors", "  args.stream.template make_factors",
+        ("early", "early"), NORMED,
     ),
     "residual_stream: squares of more than 4,096 columns are left out": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
@@ -205,8 +208,8 @@ SEEDS = {
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "factors[row]", "factors[0]", VALUES, NORMED,
     ),
     "residual_stream: a block of a cluster has the rows of the other": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.m_begin + tile.split * C::kOwnedRows, args.m", "tile.m_begin, args.m", VALUES,
-        NORMED, {"split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.m_begin + tile.split * C::kOwnedRows, args.m",
+        "tile.m_begin, args.m", VALUES, NORMED, {"split_k": 2},
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
@@ -228,7 +231,8 @@ SEEDS = {
     ),
     "wgmma: no fence before the first wgmma": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
-        "float group_sums[C::kAccumulators];\n            ptx::wgmma_fence();", "float group_sums[C::kAccumulators];", ("invalid", "invalid"), REPACKED,
+        "float group_sums[C::kAccumulators];\n            ptx::wgmma_fence();", "float group_sums[C::kAccumulators];",
+        ("invalid", "invalid"), REPACKED,
     ),
     "wgmma: operand A is overwritten while wgmma reads it": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu", "ptx::wgmma_wait_group<1>();", "", RACE, REPACKED_MANY,
@@ -240,9 +244,10 @@ SEEDS = {
         REPACKED_MANY, {"split_k": 1, "scaled": True, "k_tiles": 1},
     ),
     "gemm_sm90_large: the stage in use is released instead of the preceding one": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "scheduler.k_tile_begin) pipeline.template release<C::kCluster>(preceding, lane);",
-        "scheduler.k_tile_begin) pipeline.template release<C::kCluster>(my_empty_barriers + stage_idx * 8, lane);", DEADLOCK, REPACKED_MANY,
-        {"ctas": 2},
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu",
+        "scheduler.k_tile_begin) pipeline.template release<C::kCluster>(preceding, lane);",
+        "scheduler.k_tile_begin) pipeline.template release<C::kCluster>(my_empty_barriers + stage_idx * 8, lane);",
+        DEADLOCK, REPACKED_MANY, {"ctas": 2},
     ),
     "gemm_sm90_large: a stage is read before its copies have landed": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu",
@@ -286,8 +291,8 @@ SEEDS = {
         "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
     ),
     "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(chunk ^ swizzle_bits(row))) * 16", "(chunk ^ swizzle_bits(row) % 4)) * 16",
-        VALUES,
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(chunk ^ swizzle_bits(row))) * 16",
+        "(chunk ^ swizzle_bits(row) % 4)) * 16", VALUES,
     ),
     "gemv: the shuffle adds the wrong lane": Seed(
         "gemv", 80, "gemm/gemv.cu", "__shfl_xor_sync(0xffffffffu, accumulators[r][c], kLanes)",
@@ -300,25 +305,28 @@ SEEDS = {
         "gemv", 80, "common/reduce.cuh", "if (is_last) counters[tile] = 0;", "", VALUES, GEMV, {"split_k": 2},
     ),
     "gemm_sm90: the last tile stores rows of its neighbour": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "row >= tile.store_begin && row < m", "row < m", RACE, REPACKED_MANY,
-        {"block_m": 64, "split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "row >= tile.store_begin && row < m", "row < m", RACE,
+        REPACKED_MANY, {"block_m": 64, "split_k": 2},
     ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * C::kBlockM && row", "row", RACE,
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh",
+        "row(chunk, pass) >= tile.m_block * C::kBlockM && row", "row", RACE,
         replace(REPACKED_MANY, m=140, k=1024), {"block_m": 80},
     ),
     "gemm_sm90_raw: accumulators are added before all warps have stored theirs": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: the first CTA does not wait for the partial sums of the others": Seed(
-        "gemm_sm90_raw", 90, "hopper/cluster_reduction.cuh", "shared.received_barrier().wait_for_all();", "", RACE, FEW, {"split_k": 2},
+        "gemm_sm90_raw", 90, "hopper/cluster_reduction.cuh", "shared.received_barrier().wait_for_all();", "", RACE, FEW,
+        {"split_k": 2},
     ),
     "gemm_sm90_raw: partial sums signal a barrier that may not be initialized": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW, {"split_k": 2},
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW,
+        {"split_k": 2},
     ),
     "gemm_sm90_raw: bytes of rows past m are expected": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", ": 1) * m * C::kBlockN * 4", ": 1) * C::kRows * C::kBlockN * 4", DEADLOCK,
-        FEW, {"split_k": 2},
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", ": 1) * m * C::kBlockN * 4", ": 1) * C::kRows * C::kBlockN * 4",
+        DEADLOCK, FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: the last lanes read scales past n": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu",
@@ -334,33 +342,36 @@ SEEDS = {
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
     ),
     "gemm_sm90_raw: a weight that may change is read before the preceding kernel has finished": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS", "kMayPrefetchWeights = true", ("early", "early"), FEW,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS",
+        "kMayPrefetchWeights = true", ("early", "early"), FEW,
     ),
     "gemm_sm90_raw: x is copied early with a constant weight": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "copy_first(true, false)", "copy_first(true, true)",
         ("early", "early"), FEW_CONSTANT,
     ),
     "gemm_sm90_raw: rows past m are not zeroed": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "if (chunk >= m * (C::kStepK * 2 / 16)) store", "if (chunk < 0) store",
-        ("uninitialised", "uninitialised"), FEW,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "if (chunk >= m * (C::kStepK * 2 / 16)) store",
+        "if (chunk < 0) store", ("uninitialised", "uninitialised"), FEW,
     ),
     "gemm_sm90_raw: a stage is read before its copies have landed": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "    wait(state.full_barrier, state.phase);\n", "", ("in flight", "nothing"), FEW,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "    wait(state.full_barrier, state.phase);\n", "",
+        ("in flight", "nothing"), FEW,
     ),
     "gemm_sm90_raw: the phase does not flip at the end of the ring": Seed(
-        "gemm_sm90_raw", 90, "hopper/pipeline.cuh", "full_barrier = full_barriers;\n      phase ^= 1u;", "full_barrier = full_barriers;", ("in flight", "deadlock"), FEW_LONG, {"split_k": 1},
+        "gemm_sm90_raw", 90, "hopper/pipeline.cuh", "full_barrier = full_barriers;\n      phase ^= 1u;",
+        "full_barrier = full_barriers;", ("in flight", "deadlock"), FEW_LONG, {"split_k": 1},
     ),
     "gemm_sm90_raw: a stage is refilled before the last lane has read it": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "multiply(state.stage_offset);\n    __syncwarp();", "multiply(state.stage_offset);",
-        RACE, FEW_LONG, {"split_k": 1},
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "multiply(state.stage_offset);\n    __syncwarp();",
+        "multiply(state.stage_offset);", RACE, FEW_LONG, {"split_k": 1},
     ),
     "gemm_sm90_raw: the bytes of x are not expected": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "C::kWordBytes + m * (C::kStepK * 2));", "C::kWordBytes);",
         ("in flight", "nothing"), FEW,
     ),
     "gemm_sm90_raw: a group's scales are used one step too long": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "== (group + 1) * group_steps", "== (group + 1) * group_steps + 1",
-        VALUES, FEW_LONG, {"split_k": 1},
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "== (group + 1) * group_steps",
+        "== (group + 1) * group_steps + 1", VALUES, FEW_LONG, {"split_k": 1},
     ),
     "gemm_sm90_raw: odd columns are paired with even ones": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "i % 2 ? 0x7632 : 0x5410", "i % 2 ? 0x5410 : 0x7632", VALUES, FEW,

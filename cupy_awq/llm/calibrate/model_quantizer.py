@@ -317,7 +317,10 @@ def _list_parts(tensors: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _merge(contents: Contents, work: UnfinishedWork, layers: Sequence[LayerSpec], recipe: Recipe) -> Contents:
     """Return the contents of the quantized model: the source's contents with quantized instead of dense layers."""
-    entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), work.folder) for name in contents}  # type: ignore[arg-type]
+    entries: dict[str, Pending | Tensor] = {
+        name: Tensor(contents.read(name), work.folder)  # type: ignore[arg-type]
+        for name in contents
+    }
     for index, layer in enumerate(layers):
         file, at = work.tensors_file(index), layer.name
         tensors = safetensors.read(file)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y[m, n] = sum over k of x[m, k] * w[n, k] for float16 x and w, float y: a producer warp brings 64-wide tiles of K in by
-// tensor copies with 128-byte swizzle, two warpgroups of 64 rows each multiply. FROM_REGISTERS: A goes through ldmatrix.
+// y[m, n] = sum over k of x[m, k] * w[n, k] for float16 x and w, float y: a producer warp copies 64-wide tiles of K by
+// TMA with 128-byte swizzle, two warpgroups of 64 rows each multiply. FROM_REGISTERS: x goes through ldmatrix.
 #include "hopper.cuh"
 
 constexpr int kBlockM = 128;
