@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -20,6 +22,18 @@ BACKENDS = ("latest", GPU)
 """The names of the back ends: the simulator, with asynchronous copies that land as late as PTX allows, and the GPU."""
 LANDINGS = ("latest", "earliest", GPU)
 """The same with the simulator twice: asynchronous copies land as late and as early as PTX allows."""
+
+few_examples = hypothesis.settings(max_examples=4)
+"""The settings of tests that draw problems for simulated kernels, as each example compiles another kernel for a second.
+"""
+
+
+def sample(configs: Sequence[Any], backend: str, step: int, first: int) -> Sequence[Any]:
+    """Return all configurations for the GPU, and every ``step``-th for the simulator, which takes a second for each.
+
+    The cases of a test pass different ``first``, so that together they simulate most configurations.
+    """
+    return configs if backend == "gpu" else configs[first % step :: step]
 
 
 def runner(backend: str) -> Run:

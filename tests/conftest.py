@@ -124,9 +124,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     """Mark each simulated case of a test as a repetition if other cases have all of its parameter values.
 
-    A third of these cases is marked slow instead. The remaining ones cover every value of every parameter on every
-    architecture path, though not every combination. Cases are visited in an arbitrary but fixed order, so that values
-    of one parameter meet different values of the others.
+    A third of these cases is marked slow instead. The remaining ones cover every architecture, and every value of every
+    other parameter both below sm_80 and from sm_80 on, where kernels use other instructions, though not every
+    combination. Cases are visited in an arbitrary but fixed order, so that values of one parameter meet different
+    values of the others.
     """
     covered: set[tuple[str, str, str]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
@@ -135,8 +136,8 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
             continue
         function = item.nodeid.partition("[")[0]
         values = {(function, name, repr(value)) for name, value in parameters.items()}
-        arch = parameters.get("arch")
-        values |= {(function, f"{name} on {arch}", value) for _, name, value in values if name not in SIMULATED}
+        path = "sm_80 and newer" if parameters.get("arch", 80) >= 80 else "older"
+        values |= {(function, f"{name} on {path}", value) for _, name, value in values if name not in SIMULATED}
         if values <= covered:
             item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 3 == 0 else pytest.mark.repetition)
         covered |= values

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
@@ -29,7 +29,7 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime import device
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.testing import random_activations, random_weight
-from tests.backends import BACKENDS, Run, runner
+from tests.backends import BACKENDS, Run, few_examples, runner
 from tests.products import ZEROS, check_product, gemm, nan_like, put
 from tests.test_kernels import DTYPES, WHOLE, facts, padded, repack, strided
 
@@ -112,7 +112,7 @@ def _whole(a: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", [60, 75, 80, 90])
 @given(data=st.data())
-@settings(max_examples=4)
+@few_examples
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int, data: st.DataObject) -> None:
     """Problems and batches are random, with every kernel that serves some M; only the batch changes."""
     is_repacked = arch == 90 and data.draw(st.booleans())

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq import block_reference
@@ -32,7 +32,7 @@ from cupy_awq.kernels.conv2d.problem import (
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.ops.conv2d import x_strides
 from cupy_awq.runtime import device
-from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, few_examples, runner, sample
 from tests.block_weights import float64_values, naive_conv, random_weight
 from tests.simt.bulk import check_map
 from tests.test_kernels import ARCHS, DTYPES, facts
@@ -128,14 +128,14 @@ def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None
     here = facts(arch, backend)
     found = [c for c in CONV2D_SM80.configs(problem, here) if c.split_k in (1, 2)]
     assert len(found) == 2 * len(conv2d_sm80.TILES)
-    for config in found:
+    for config in sample(found, backend, 3, bits // 4 + (arch == 90)):
         check_convolution(backend, problem, CONV2D_SM80, config, here, seed=bits)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("arch", ARCHS)
 @given(data=st.data())
-@settings(max_examples=12)
+@few_examples
 def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
     """Draw channels (not only multiples of 8), strides, dilations, paddings, groups, filters, layouts of y."""
     draw = data.draw
@@ -210,7 +210,8 @@ def test_every_sm90_tile(backend: str, kernel: int, bits: int, dtype: str) -> No
     assert {c.pixels for c in found} == set(conv2d_sm90.PIXELS)
     assert {(c.wg_co, c.wg_px) for c in found} == {(1, 1), (2, 1)}
     # Half of the configurations have K whole, the other half K split in two.
-    for config in [c for c in found if c.split_k == (c.pixels // 8 + c.wg_co) % 2 + 1]:
+    found = [c for c in found if c.split_k == (c.pixels // 8 + c.wg_co) % 2 + 1]
+    for config in sample(found, backend, 2, bits // 4):
         check_convolution(backend, problem, CONV2D_SM90, config, here, seed=kernel)
 
 
@@ -239,7 +240,7 @@ def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **
 
 @ON_HOPPER
 @given(data=st.data())
-@settings(max_examples=12)
+@few_examples
 def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
     """Draw any size and both layouts of y."""
     draw = data.draw

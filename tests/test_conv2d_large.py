@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq.kernels.conv2d import conv2d_sm90
@@ -15,6 +15,7 @@ from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
 from cupy_awq.kernels.conv2d.problem import EPILOGUE_ACTIVATIONS, Convolution, ConvolutionSizes
 from cupy_awq.runtime import device
+from tests.backends import few_examples, sample
 from tests.test_conv2d import ON_HOPPER, check_convolution, draw_sm90_problem, with_strides
 from tests.test_kernels import DTYPES, facts
 
@@ -39,8 +40,7 @@ def test_every_tile_with_a_dequantized_weight(backend: str, kernel: int, outputs
     two = (1, 2) if outputs == 64 else (2, 1)
     assert forms >= {(1, 1, 2), (*two, 1), (*two, 2)}
     assert ((3, 1, 1) in forms, (4, 1, 1) in forms) == ((False, True) if outputs == 200 else (False, False))
-    # The simulator takes seconds per configuration, so it runs every fifth one.
-    for config in found if backend == "gpu" else found[outputs % 5 :: 5]:
+    for config in sample(found, backend, 10, outputs):
         check_convolution(backend, problem, CONV2D_SM90, config, here, seed=kernel)
 
 
@@ -69,7 +69,7 @@ def test_boxes_for_all_taps_of_a_strided_convolution(backend: str, stride: tuple
     here = facts(90, backend)
     found = [c for c in dense_configs(problem, here) if c.halo]
     assert {c.split_k for c in found} == {1, 2, 4}
-    for config in found if backend == "gpu" else found[pad::5]:
+    for config in sample(found, backend, 10, 3 * pad + stride[0]):
         check_convolution(backend, problem, CONV2D_SM90, config, here, seed=pad)
 
 
@@ -96,7 +96,7 @@ def test_a_large_dilation_needs_a_dequantized_weight_and_a_box_for_each_tap(back
 
 @ON_HOPPER
 @given(data=st.data())
-@settings(max_examples=12)
+@few_examples
 def test_any_convolution_with_a_dequantized_weight(backend: str, data: st.DataObject) -> None:
     """Draw any size, also with more tiles than CTAs."""
     draw = data.draw
@@ -108,7 +108,7 @@ def test_any_convolution_with_a_dequantized_weight(backend: str, data: st.DataOb
 
 @ON_HOPPER
 @given(data=st.data())
-@settings(max_examples=12)
+@few_examples
 def test_any_pointwise_convolution_as_a_gemm(backend: str, data: st.DataObject) -> None:
     """Draw odd numbers of pixels, outputs and k tiles, every block size, and padding between pixels of x."""
     draw = data.draw

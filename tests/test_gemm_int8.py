@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_int8, quantize_activations
@@ -26,7 +26,7 @@ from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS, RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device
-from tests.backends import BACKENDS, LANDINGS, runner
+from tests.backends import BACKENDS, LANDINGS, few_examples, runner, sample
 from tests.block_weights import random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
 
@@ -34,7 +34,7 @@ from tests.test_kernels import ARCHS, DTYPES, facts, strided
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @given(data=st.data())
-@settings(max_examples=8)
+@few_examples
 def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, data: st.DataObject) -> None:
     """A part of a warp, a warp or a CTA reads a block; last blocks are shorter; x has NaN, infinity and zeros."""
     wide = data.draw(st.booleans())
@@ -160,14 +160,14 @@ def test_every_mma_tile(backend: str, arch: int, m: int, bits: int) -> None:
     gpu = facts(arch, backend)
     found = [c for c in MMA[arch].configs(problem, gpu) if c.block_m in (16, 32) or m > 20]
     assert {c.split_k for c in found} == {1, 2}
-    for config in found:
+    for config in sample(found, backend, 3, m + bits // 4):
         check_product(backend, problem, MMA[arch], config, gpu, 64, seed=m)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("arch", ARCHS)
 @given(data=st.data())
-@settings(max_examples=10)
+@few_examples
 def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
     """Draw blocks that end within a stage, short last blocks, finer blocks of x than of the weight, and clamps."""
     draw = data.draw

@@ -8,7 +8,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
@@ -22,7 +22,7 @@ from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
-from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, few_examples, runner
 from tests.test_reference import FORMULAS, float64_weight
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -202,7 +202,7 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("arch", ARCHS)
 @given(data=st.data())
-@settings(max_examples=6)
+@few_examples
 def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject) -> None:
     """Draw shapes, group sizes, zeros, epilogues, strides and alignments, for every family that is legal."""
     group_size = data.draw(st.sampled_from([1, 3, 8, 16, 24, 32, 48, 64, 128]))
@@ -230,7 +230,7 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
-@settings(max_examples=8)
+@few_examples
 def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     """Slices of K have many, few or no steps; groups end inside a step; all cluster sizes; partly empty tiles."""
     group_size = data.draw(st.sampled_from([32, 64, 96, 128, 256]))
@@ -280,7 +280,7 @@ def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @given(data=st.data())
-@settings(max_examples=5)
+@few_examples
 def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str, data: st.DataObject) -> None:
     """The bits are equal, but for the sign of zero, with scales from subnormal to overflowing."""
     group_size = data.draw(st.sampled_from([1, 5, 8, 16, 64]))

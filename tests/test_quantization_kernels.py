@@ -59,7 +59,7 @@ def test_channels_are_rounded_like_by_numpy(backend: str, arch: int, channels: i
     check_block(backend, arch, channels, n, channels, has_old=has_old)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.sampled_from(ARCHS), st.integers(1, 64), st.integers(1, 150), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_block_of_channels_on_the_simulator(arch: int, channels: int, n: int, seed: int, has_old: bool) -> None:
     check_block("latest", arch, channels, n, seed, has_old=has_old)
@@ -107,7 +107,7 @@ def test_groups_are_refined_like_by_numpy(backend: str, arch: int, dtype: np.dty
     assert check_group(backend, arch, 32, 200, dtype, 1, symmetric=symmetric) > 50
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.sampled_from(ARCHS), st.integers(1, 40), st.integers(2, 150), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_group_on_the_simulator(arch: int, group_size: int, n: int, seed: int, symmetric: bool) -> None:
     check_group("latest", arch, group_size, n, SCALE_DTYPES[seed % 2], seed, symmetric=symmetric)

@@ -202,7 +202,8 @@ SEEDS = {
         "conv2d/conv2d_sm90.cu dense", "    ptx::fence_proxy_async();\n", "", RACE,
     ),
     "stages are released while wgmma still reads them": (
-        "conv2d/conv2d_sm90_weight.cuh dense", "completed, so its stages can be released.\n      ptx::wgmma_wait_group<1>();",
+        "conv2d/conv2d_sm90_weight.cuh dense",
+        "completed, so its stages can be released.\n      ptx::wgmma_wait_group<1>();",
         "completed, so its stages can be released.\n      ptx::wgmma_wait_group<2>();", RACE,
     ),
     "the next tile begins with the last box of the preceding one": (
@@ -210,7 +211,8 @@ SEEDS = {
         "x_state.stage_idx, lane);", ("race", "race"),
     ),
     "the last box of a tile is not released": (
-        "conv2d/conv2d_sm90_weight.cuh dense", "    shared.x_pipeline().consumer_release(x_state.stage_idx, lane);\n", "",
+        "conv2d/conv2d_sm90_weight.cuh dense",
+        "    shared.x_pipeline().consumer_release(x_state.stage_idx, lane);\n", "",
         ("deadlock", "deadlock"),
     ),
     "a tap of a strided convolution reads the plane of another tap": (

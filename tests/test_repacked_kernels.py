@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
@@ -22,7 +22,7 @@ from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.device import Device
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
-from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, few_examples, runner, sample
 from tests.simt.seeds import RACE, Seed, assert_caught
 from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, rounded_once
 from tests.test_reference import float64_weight
@@ -53,7 +53,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
-@settings(max_examples=12)
+@few_examples
 def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     """Cover M on both sides of each tile size, partly empty tiles, and every group size, form of zeros and epilogue."""
     problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
@@ -78,7 +78,7 @@ def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int
     configs = {(c.k_tiles, c.split_k): c for c in family.configs(problem, here) if c.weight_tiles == 2}
     assert {k_tiles for k_tiles, _ in configs} >= {1, 2}
     assert {split_k for _, split_k in configs} >= {1, 2}
-    for config in configs.values():
+    for config in sample(list(configs.values()), backend, 2, m):
         check_matmul(runner(backend), problem, family, config, here, seed=k)
 
 
@@ -94,13 +94,13 @@ def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
     fit = [c for c in family.configs(problem, here) if c.name == "gemm_sm90_mma" and c.k_tiles == k_tiles]
     configs = {c.weight_tiles: c for c in fit}
     assert set(configs) == {1, 2, 3, 4, 6, 7, 8}
-    for config in configs.values():
+    for config in sample(list(configs.values()), backend, 2, m // 2):
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
-@settings(max_examples=10)
+@few_examples
 def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -> None:
     """K ends within a weight tile; consumers have any number of warps; rows are strided; all epilogues."""
     problem = replace(any_problem(data, [1, 2, 3, 4], 320, 1152), gathers_x=True)
@@ -195,7 +195,7 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
         if (c.split_k, c.scaled) == (1, scaled)
     }
     assert {k_tiles for k_tiles, _ in configs} == k_tile_counts
-    for config in configs.values():
+    for config in sample(list(configs.values()), backend, 2, m // 4):
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
@@ -301,7 +301,7 @@ def any_fused_problem(data: st.DataObject) -> Problem:
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
-@settings(max_examples=12)
+@few_examples
 def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
     problem = any_fused_problem(data)
     here = facts(90, backend)
@@ -315,7 +315,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
-@settings(max_examples=8)
+@few_examples
 def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> None:
     """The device has few SMs, so CTAs take several tiles, and clusters share units along K; tiles are partly empty."""
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
