@@ -13,6 +13,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import functools
+import gc
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+from cupy_awq import llm
 from cupy_awq.kernels import select, tuned
+from cupy_awq.llm import LanguageModel
 from cupy_awq.runtime import disk_cache
 from cupy_awq.runtime.device import forced_arch
 from cupy_awq.tools.table import render
-from tests import simt
+from tests import llm_models, simt
 
 # The first example of a test may take long, as it compiles a kernel.
 hypothesis.settings.register_profile("cupy_awq", deadline=None)
@@ -62,6 +65,18 @@ def tuned_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     forget_tuned()
     yield tmp_path / "tuned"
     forget_tuned()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small language model."""
+    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> LanguageModel:
+    """Return the small language model, on the CPU."""
+    return llm.load(path, device="cpu")
 
 
 def forget_tuned() -> None:
@@ -160,6 +175,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unable:
         config.hook.pytest_deselected(items=unable)
         items[:] = [item for item in items if can_run(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of cyclic garbage from searching modules and tests, which live as long as the process."""
+    gc.freeze()
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -298,13 +298,8 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 
 def test_threads_may_compile_the_same_kernel(root: Path) -> None:
-    found: list[compiler.Binary] = []
-    threads = [threading.Thread(target=lambda: found.append(compiler.build(KERNEL))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(compiler.build, [KERNEL] * 4))
     assert len({binary.code for binary in found}) == 1
     assert sorted(path.suffix for path in (root / "cache").iterdir()) == [".cubin", ".json"]
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -374,18 +375,15 @@ def test_a_prompt_longer_than_the_context_is_refused_soon(tmp_path: Path) -> Non
 
 def test_the_worker_serves_others_while_it_restarts() -> None:
     """Threads share the worker; a hostile template of one ends in its own error alone."""
-    results: list[Any] = []
 
     def honest() -> None:
-        results.extend(chat_template.render(llm_models.TEMPLATE, CHAT, {}, "file") for _ in range(20))
+        for _ in range(20):
+            check_honest_chat()
 
     def hostile() -> None:
         attempt(lambda: chat_template.render(TEMPLATES["repetition"], CHAT, {}, "m.gguf"), "m.gguf")
 
-    threads = [threading.Thread(target=target) for target in (honest, hostile, honest, hostile)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [USER] * 40
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(target) for target in (honest, hostile, honest, hostile)]:
+            job.result()
     assert worker.shared().starts > 1

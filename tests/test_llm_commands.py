@@ -22,16 +22,11 @@ from cupy_awq.llm import Completion, LanguageModel
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.files import ak48
 from cupy_awq.tools.command_line import main
-from tests import checkpoint_files, llm_models
+from tests import checkpoint_files
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """The environment in which Python's streams and arguments are encoded in ASCII."""
 CUT = b"(ended by --max-tokens)\n"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
 
 
 def run(

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import random
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +203,8 @@ def test_threads_share_a_tokenizer(kind: str) -> None:
             ):
                 wrong.append(text)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not wrong
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import tokenizers
 
-from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import ContextFullError, LanguageModel, Sampling
 from cupy_awq.llm.decoder.sampling import GREEDY_BELOW, choose_token
@@ -30,16 +29,6 @@ def render(template: str, content: str = "hi") -> str:
 
 
 # Forged turns.
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
-
-
-@pytest.fixture(scope="module")
-def model(path: Path) -> LanguageModel:
-    return llm.load(path, device="cpu")
 
 
 def count_special(model: LanguageModel, ids: list[int]) -> int:

@@ -31,16 +31,6 @@ from tests import llm_models
 PROMPTS = ["Hello", "Why is the sky blue?", "é"]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
-
-
-@pytest.fixture(scope="module")
-def model(path: Path) -> LanguageModel:
-    return llm.load(path, device="cpu")
-
-
 # Generation.
 
 

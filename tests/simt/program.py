@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,10 +80,22 @@ def module(ptx: str) -> Module:
 @functools.cache
 def compile_entry(ptx: str, entry: str) -> Program:
     """Compile an entry point of a PTX module, once per process."""
-    parsed = module(ptx)
-    if entry not in parsed.functions:
-        raise KeyError(f"{entry} is not an entry; these are: {', '.join(parsed.functions)}")
-    return _compile(parsed, parsed.functions[entry])
+    with without_garbage_collection():
+        parsed = module(ptx)
+        if entry not in parsed.functions:
+            raise KeyError(f"{entry} is not an entry; these are: {', '.join(parsed.functions)}")
+        return _compile(parsed, parsed.functions[entry])
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Create objects that live as long as the process, without searching them for garbage then or later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _compile(parsed: Module, function: Function) -> Program:
