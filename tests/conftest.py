@@ -207,6 +207,7 @@ def pytest_testnodedown(node: Any) -> None:
     deselected.update(Counter(output.get("deselected", {})) - deselected)
 
 
+@functools.cache
 def kernels_to_simulate() -> set[tuple[str, str]]:
     """Return the (kernel, compiler target) pairs that the package can launch on these architecture paths."""
     from cupy_awq.tools import compile_all

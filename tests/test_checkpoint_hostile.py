@@ -125,7 +125,7 @@ def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     refused(raw(tmp_path / "f", {"one": entry()}, bytes(9)), "expected 8 bytes of tensors, got 9")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 @given(data=st.data())
 def test_random_damage_raises_checkpoint_error_or_leaves_readable_arrays(tmp_path: Path, data: st.DataObject) -> None:
     if not (tmp_path / "whole").exists():

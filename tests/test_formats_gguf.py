@@ -311,7 +311,7 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path, heads: in
         read(write(tmp_path / "m.gguf", tensors, **metadata))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_of_the_file_is_one_error_or_readable(tmp_path: Path, data: st.DataObject) -> None:
     if not (tmp_path / "whole.gguf").exists():

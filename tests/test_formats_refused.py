@@ -353,7 +353,7 @@ SEEDS = [tensors_of(config) for config in (GPTQ, GEMV, FAST, COMPRESSED, MLX, HQ
 CONFIGS = [GPTQ, GEMV, FAST, COMPRESSED, MLX, HQQ]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_of_tensors_and_settings_is_one_error_or_readable(tmp_path: Path, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, len(CONFIGS) - 1))

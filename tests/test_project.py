@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import itertools
 import re
@@ -80,15 +81,18 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the absolute dotted names that a file imports, also inside functions."""
+@functools.cache
+def imported(path: Path) -> list[str]:
+    """Return the absolute dotted names that a file imports, also inside functions."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(read(path))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = list(path.relative_to(ROOT).parts[: -node.level]) if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def layer_of(path: Path) -> str:

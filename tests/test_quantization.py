@@ -88,7 +88,7 @@ def test_second_moments_equal_those_of_all_tokens_at_once(layer: Any) -> None:
 
 
 @given(layers())
-@settings(deadline=None)
+@settings(max_examples=30)
 def test_scale_search_finds_the_least_error_of_the_brute_force_grid(layer: Any) -> None:
     w, x, group_size = layer
     moments = calibrate(x)
@@ -122,7 +122,7 @@ def test_scale_search_finds_the_least_error_of_the_brute_force_grid(layer: Any) 
 
 
 @given(layers(), st.booleans())
-@settings(deadline=None)
+@settings(max_examples=30)
 def test_clipping_never_increases_the_error_of_a_group(layer: Any, symmetric: bool) -> None:
     w, x, group_size = layer
     options: dict[str, Any] = {"scale_dtype": FLOAT16, "symmetric": symmetric}
@@ -177,7 +177,7 @@ def test_error_compensation_equals_the_formula_channel_by_channel() -> None:
 
 
 @given(layers(), st.booleans())
-@settings(deadline=None)
+@settings(max_examples=30)
 def test_refinement_never_increases_the_error(layer: Any, symmetric: bool) -> None:
     w, x, group_size = layer
     second = calibrate(x).regularize(0.1, 0.05).second
@@ -205,7 +205,7 @@ def test_refined_scale_is_the_least_squares_scale() -> None:
 
 
 @given(layers(), st.sampled_from([FLOAT16, BFLOAT16]), st.booleans(), st.booleans())
-@settings(deadline=None)
+@settings(max_examples=30)
 def test_calibrated_weight_is_never_worse_than_round_to_nearest(
     layer: Any, dtype: Any, symmetric: bool, compensates: bool
 ) -> None:

@@ -191,7 +191,7 @@ def test_scales_that_divide_x_at_run_time_are_refused(tmp_path: Path) -> None:
         read(path)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_of_the_file_is_one_error_or_readable(tmp_path: Path, data: st.DataObject) -> None:
     if not (tmp_path / "whole.pt").exists():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import random
 import re
@@ -114,6 +115,7 @@ def _joined(path: Path, comments: list[tuple[int, int, str]]) -> Iterator[Prose]
         parts.append(text)
 
 
+@functools.cache
 def all_docstrings() -> list[Prose]:
     """Return every docstring of the package and of the tests."""
     return [prose for path in _modules() for prose in python_docstrings(path)]
