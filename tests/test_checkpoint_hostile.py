@@ -326,9 +326,9 @@ def test_device_of_another_type_is_a_type_error(device: Any) -> None:
 def test_header_that_would_take_minutes_or_gigabytes_is_refused_at_once(
     tmp_path: Path, text: bytes, fragment: str
 ) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     refused(raw(tmp_path / "f", text, b""), "header: expected JSON", fragment)
-    assert time.perf_counter() - began < 4
+    assert time.process_time() - began < 4
 
 
 def test_brackets_and_quotes_inside_strings_are_not_counted() -> None:
