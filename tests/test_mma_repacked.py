@@ -75,7 +75,7 @@ def test_any_problem(backend: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @given(data=st.data())
-@settings(max_examples=8)
+@few_examples
 def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
     """The residual add and the RMSNorm of a decoder layer, with and without stream-K."""
     problem, arch = any_fused_problem(data), data.draw(st.sampled_from(ARCHS))
