@@ -15,13 +15,14 @@ import numpy.typing as npt
 from cupy_awq.check import Array
 from cupy_awq.llm.decoder.forward import ColumnOrder, Operation, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.decoder.states import Cache, Pages
 from cupy_awq.llm.files.model_files import Linear
 
-Forward = Callable[[Array, Cache], Array]
-"""The forward pass: a function from new tokens [B, S] and a cache to x [B, S, hidden], after the last operation.
+Forward = Callable[[Array, Any], Array]
+"""The forward pass: a function from new tokens [B, S] and a batch to x [B, S, hidden], after the last operation.
 
-It appends to the states of the cache; the caller then adds S to `Cache.lengths`.
+The batch is a `Cache`, or with the pages of `DecoderOps.make_pages`, `PagedRows`. The function appends to the states;
+the caller then adds S to `Cache.lengths`.
 """
 
 StepLogits = Callable[[Array], Array]
@@ -97,6 +98,13 @@ class DecoderOps(Protocol):
     def make_cache(self, sequences: int, capacity: int) -> Cache:
         """Allocate a cache of ``sequences`` x ``capacity`` tokens. Raises ValueError if memory is insufficient."""
         ...
+
+    def make_pages(self, tokens: int | None, positions: int) -> Pages:
+        """Allocate pages for ``tokens`` tokens in all, by default those that fit, of sequences of ``positions`` tokens.
+
+        Raises ValueError if memory is insufficient. This default, for back ends without paged attention, always does.
+        """
+        raise ValueError("device: expected a model on the CPU, as attention reads pages there alone, got one on a GPU")
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         """Return a decode loop over ``cache``. Call `start` once per sequence, `step` for each token, then `close`."""

@@ -17,9 +17,10 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
-from cupy_awq.llm.decoder.states import Cache, KvState
+from cupy_awq.llm.decoder.states import Cache, LayerState, Pages, Past, Run
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 
@@ -93,6 +94,14 @@ class NumpyOps(DecoderOps):
         layers, free_bytes = self.config.layers, _memory_bytes() // 2
         return states.allocate(layers, sequences, capacity, np.float32, self.xp, free_bytes)
 
+    def make_pages(self, tokens: int | None, positions: int) -> Pages:
+        layers, budget = self.config.layers, _memory_bytes() // 8
+        block_bytes = states.count_bytes(layers, 1, BLOCK, 4)
+        blocks = budget // block_bytes if tokens is None else count_blocks(tokens)
+        if blocks * block_bytes > 4 * budget:
+            raise ValueError(f"cache_tokens: expected at most {4 * budget // block_bytes * BLOCK}, got {tokens}")
+        return states.allocate_pages(layers, blocks, positions, np.float32, self.xp)
+
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         return NumpyDecodeLoop(self.config.vocab, step_logits, cache, sampling)
 
@@ -104,7 +113,7 @@ class NumpyOps(DecoderOps):
         rows: Array = self.xp.asarray(table[tokens].astype(np.float32))
         return rows
 
-    def run(self, operations: Iterable[Operation], h: Array, cache: Cache) -> tuple[Array, Array]:
+    def run(self, operations: Iterable[Operation], h: Array, cache: Past) -> tuple[Array, Array]:
         """Execute operations on the residual stream h, float32 [B, S, hidden], in place; return h and the last x."""
         x = h
         for operation in operations:
@@ -118,7 +127,7 @@ class NumpyOps(DecoderOps):
                 np.add(h, operation.projection(x), out=h)
         return h, x
 
-    def _attend(self, attend: Attend, qkv: Array, cache: Cache) -> Array:
+    def _attend(self, attend: Attend, qkv: Array, cache: Past) -> Array:
         """Return x [B, S, q_width] of an `Attend`, for the queries, keys and values of each token."""
         spec, state = attend.spec, cache.layers[attend.layer]
         b, s, _ = qkv.shape
@@ -128,33 +137,26 @@ class NumpyOps(DecoderOps):
             q = _rms_norm(q, attend.q_norm)
         if attend.k_norm is not None:
             k = _rms_norm(k, attend.k_norm)
-        positions = cache.lengths[:, None] + self.xp.arange(s)
+        positions = cache.positions(self.xp.arange(s))
         cos, sin = (table[positions][:, :, None] for table in cache.rotations[spec.rope])
-        rotated = _rotate(k, cos, sin)
-        starts = cache.lengths.tolist()
-        for i, start in enumerate(starts):
-            state.k[i, :, start : start + s] = rotated[i].swapaxes(0, 1)
-            state.v[i, :, start : start + s] = v[i].swapaxes(0, 1)
-        out = self._attention(_rotate(q, cos, sin), state, starts)
+        q, k, v = (a.reshape(b * s, *a.shape[2:]) for a in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        out: Array = self.xp.empty((b * s, spec.heads * spec.head_dim), np.float32)
+        for run in cache.runs(s):
+            state.append(run, k[run.rows], v[run.rows])
+            self._attend_run(run, q[run.rows], state, out[run.rows])
+        out = out.reshape(b, s, -1)
         return out if attend.order is None else out[..., attend.order.order]
 
     def to_numpy(self, a: Array) -> Array:
         return a
 
-    def _attention(self, q: Array, state: KvState, starts: Sequence[int]) -> Array:
-        """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE.
-
-        ``starts`` holds, for each sequence, the number of tokens before the new ones.
-        """
-        b, s, heads, head_dim = q.shape
-        step = 1 if self._batch_invariant else s
-        out: Array = self.xp.empty((b, s, heads * head_dim), np.float32)
-        for i, start in enumerate(starts):
-            for first in range(0, s, step):
-                known = slice(start + first + step)
-                keys, values = state.k[i, :, known], state.v[i, :, known]
-                out[i, first : first + step] = self._mix_values(q[i, first : first + step], keys, values)
-        return out
+    def _attend_run(self, run: Run, q: Array, state: LayerState, out: Array) -> None:
+        """Write the causal attention of the queries [S, heads, head_dim] of a run, after RoPE, to [S, q_width]."""
+        step = 1 if self._batch_invariant else len(q)
+        keys, values = state.read(run, run.start + len(q))
+        for first in range(0, len(q), step):
+            known = slice(run.start + first + step)
+            out[first : first + step] = self._mix_values(q[first : first + step], keys[:, known], values[:, known])
 
     def _mix_values(self, q: Array, keys: Array, values: Array) -> Array:
         """Return the causal attention [S, q_width] of the last S of T tokens; keys, values: [kv_heads, T, head_dim]."""

@@ -1,17 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a decoder of the past tokens of every sequence in a batch: one state per layer, in a `Cache`."""
+"""The memory of a decoder of past tokens: one state per layer.
+
+A `Cache` has memory of its own for each sequence of a batch with equally many new tokens per sequence. `Pages` are
+blocks of memory that any number of sequences share; `PagedRows` is a batch of some of them, with any number of new
+tokens each. The forward pass takes either: it needs `layers`, `rotations`, `positions` and `runs`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.llm.decoder.block_pool import BLOCK, DUMMY, count_blocks
 from cupy_awq.llm.families.description import Attention, LayerSpec
 from cupy_awq.llm.families.rope import Rope
+
+
+class Run(NamedTuple):
+    """The new tokens of one sequence: consecutive rows of a batch.
+
+    Attributes:
+        rows: the rows.
+        sequence: where a state has the sequence: its index in a `Cache`, or its blocks, integers [n], in `Pages`.
+        start: the number of tokens before the new ones.
+    """
+
+    rows: slice
+    sequence: Any
+    start: int
+
+
+class Past(Protocol):
+    """A batch as the forward pass needs it: the states of the past tokens, and the places of the new ones."""
+
+    @property
+    def layers(self) -> Sequence[LayerState]:
+        """The state of each layer."""
+        ...
+
+    @property
+    def rotations(self) -> Mapping[Rope, tuple[Array, Array]]:
+        """The cosines and sines of each RoPE, float32 [positions, dim / 2] each."""
+        ...
+
+    def positions(self, offsets: Array) -> Array:
+        """Return the position of each new token, integers [B, S], where ``offsets`` is arange(S) on the device."""
+        ...
+
+    def runs(self, steps: int) -> Sequence[Run]:
+        """Return the new tokens by sequence, as rows of [B * steps]."""
+        ...
+
+
+class LayerState(Protocol):
+    """The state of an attention layer."""
+
+    def append(self, run: Run, k: Array, v: Array) -> None:
+        """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""
+        ...
+
+    def read(self, run: Run, length: int) -> tuple[Array, Array]:
+        """Return the keys and values of the first ``length`` tokens of a sequence, [kv_heads, length, head_dim]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,12 +94,47 @@ class KvState:
         """Return the state of sequence ``i`` as one of batch size 1 that shares its memory."""
         return KvState(self.k[i : i + 1], self.v[i : i + 1])
 
+    def append(self, run: Run, k: Array, v: Array) -> None:
+        """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""
+        new = slice(run.start, run.start + len(k))
+        self.k[run.sequence, :, new] = k.swapaxes(0, 1)
+        self.v[run.sequence, :, new] = v.swapaxes(0, 1)
+
+    def read(self, run: Run, length: int) -> tuple[Array, Array]:
+        """Return the keys and values of the first ``length`` tokens of a sequence, [kv_heads, length, head_dim]."""
+        return self.k[run.sequence, :, :length], self.v[run.sequence, :, :length]
+
     def truncate(self, i: int, length: int) -> int:
         """Return the largest length up to ``length`` at which sequence ``i`` can go on, and forget what follows.
 
         Keys and values can be cut anywhere: those past the length are overwritten.
         """
         return length
+
+
+@dataclass(frozen=True)
+class PagedKvState:
+    """The state of an attention layer in blocks: the keys and values of `BLOCK` tokens each.
+
+    Attributes:
+        k, v: the keys and values, [blocks, kv_heads, BLOCK, head_dim] in the back end's dtype.
+    """
+
+    k: Array
+    v: Array
+
+    def append(self, run: Run, k: Array, v: Array) -> None:
+        """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""
+        places = np.arange(run.start, run.start + len(k))
+        blocks, offsets = run.sequence[places // BLOCK], places % BLOCK
+        self.k[blocks, :, offsets] = k
+        self.v[blocks, :, offsets] = v
+
+    def read(self, run: Run, length: int) -> tuple[Array, Array]:
+        """Return the keys and values of the first ``length`` tokens of a sequence, [kv_heads, length, head_dim]."""
+        blocks = run.sequence[: count_blocks(length)]
+        k, v = (a[blocks].swapaxes(0, 1).reshape(a.shape[1], -1, a.shape[3])[:, :length] for a in (self.k, self.v))
+        return k, v
 
 
 @dataclass(frozen=True)
@@ -66,6 +155,14 @@ class Cache:
     tokens: list[list[int]]
     capacity: int
 
+    def positions(self, offsets: Array) -> Array:
+        """Return the position of each new token, integers [sequences, S], where ``offsets`` is arange(S)."""
+        return self.lengths[:, None] + offsets
+
+    def runs(self, steps: int) -> list[Run]:
+        """Return the new tokens by sequence, as rows of [sequences * steps]."""
+        return [Run(slice(i * steps, (i + 1) * steps), i, n) for i, n in enumerate(self.lengths.tolist())]
+
     def select_sequence(self, i: int) -> Cache:
         """Return sequence ``i`` as a cache of batch size 1 that shares the memory of this cache."""
         one = slice(i, i + 1)
@@ -85,6 +182,52 @@ class Cache:
         del known[same:]
         self.lengths[i] = same
         return same
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The states of all sequences of an engine, in blocks that a `block_pool.BlockPool` gives to sequences.
+
+    Attributes:
+        layers: the state of each layer.
+        rotations: the cosines and sines of each RoPE, float32 [positions, dim / 2] each.
+    """
+
+    layers: tuple[PagedKvState, ...]
+    rotations: Mapping[Rope, tuple[Array, Array]]
+
+    def make_rows(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> PagedRows:
+        """Return a batch of new tokens: (number of tokens before them, number of new tokens, blocks) by sequence."""
+        found, positions, row = [], [], 0
+        for start, count, blocks in runs:
+            found.append(Run(slice(row, row + count), np.array(blocks), start))
+            positions.append(np.arange(start, start + count))
+            row += count
+        return PagedRows(self.layers, self.rotations, np.concatenate(positions), tuple(found))
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """A ragged batch: each sequence has any number of new tokens, and all of them are the rows of one [1, M].
+
+    Attributes:
+        layers, rotations: those of the `Pages`.
+        row_positions: the position of each row, integers [M].
+        row_runs: the rows by sequence.
+    """
+
+    layers: tuple[PagedKvState, ...]
+    rotations: Mapping[Rope, tuple[Array, Array]]
+    row_positions: Array
+    row_runs: tuple[Run, ...]
+
+    def positions(self, offsets: Array) -> Array:
+        """Return the position of each row, integers [1, M]."""
+        return self.row_positions[None]
+
+    def runs(self, steps: int) -> tuple[Run, ...]:
+        """Return the rows by sequence."""
+        return self.row_runs
 
 
 def count_bytes(layers: Sequence[LayerSpec], sequences: int, tokens: int, itemsize: int) -> int:
@@ -111,7 +254,19 @@ def allocate(layers: Sequence[LayerSpec], sequences: int, capacity: int, dtype: 
             f"KV cache of {sequences} x {capacity} tokens: expected at most {free_bytes / 1e9:.2f} GB,"
             f" got {needed_bytes / 1e9:.2f} GB; use fewer tokens or fewer sequences"
         )
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
-    rotations = {rope: tuple(map(xp.asarray, rope.table(capacity))) for rope in ropes}
+    rotations = make_rotations(layers, capacity, xp)
     states = tuple(KvState.allocate(layer.mixer, sequences, capacity, dtype, xp) for layer in layers)
     return Cache(states, xp.zeros(sequences, np.int32), rotations, [[] for _ in range(sequences)], capacity)
+
+
+def make_rotations(layers: Sequence[LayerSpec], positions: int, xp: Any) -> dict[Rope, tuple[Array, Array]]:
+    """Return the cosines and sines of each RoPE of the layers, float32 [positions, dim / 2] each."""
+    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+    return {rope: tuple(map(xp.asarray, rope.table(positions))) for rope in ropes}
+
+
+def allocate_pages(layers: Sequence[LayerSpec], blocks: int, positions: int, dtype: Any, xp: Any) -> Pages:
+    """Allocate the blocks of all layers, and the one that padding rows use, for sequences of ``positions`` tokens."""
+    sizes = [(DUMMY + 1 + blocks, layer.mixer.kv_heads, BLOCK, layer.mixer.head_dim) for layer in layers]
+    states = tuple(PagedKvState(xp.zeros(size, dtype), xp.zeros(size, dtype)) for size in sizes)
+    return Pages(states, make_rotations(layers, positions, xp))
