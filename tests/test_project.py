@@ -35,14 +35,16 @@ PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
     "__init__ atomic sandbox activation check_scalar overlap check array_types packing weight block_weight reference"
-    " block_check block_reference checkpoint runtime kernels ops quantization quantizer linear loader saver llm tools"
-    " __main__"
+    " block_check block_reference checkpoint runtime kernels ops quantization quantizer linear loader saver llm serve"
+    " tools __main__"
 ).split()
 """The layers, the lowest first. A module imports from its own layer and from lower ones.
 
 `__init__` is the lowest because it imports a public name when it is first used.
 """
-LLM_ORDER = "extra families text files decoder generate_arguments language_model assemble calibrate __init__".split()
+LLM_ORDER = (
+    "extra families text files decoder generate_arguments language_model engine assemble calibrate __init__".split()
+)
 """The layers within cupy_awq.llm, the lowest first."""
 NO_CUPY = set(
     (

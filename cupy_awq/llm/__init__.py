@@ -8,6 +8,9 @@ from cupy_awq.llm.assemble import load
 from cupy_awq.llm.calibrate.model_quantizer import quantize
 from cupy_awq.llm.calibrate.quantization_report import Report
 from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.engine.engine import Engine
+from cupy_awq.llm.engine.generation import Generation
+from cupy_awq.llm.engine.request import Delta, QueueFullError, Request, TokenChoice
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.files.readers import read
@@ -18,12 +21,18 @@ __all__ = [
     "Completion",
     "ContextFullError",
     "Decoder",
+    "Delta",
+    "Engine",
+    "Generation",
     "LanguageModel",
     "ModelFiles",
+    "QueueFullError",
     "Report",
+    "Request",
     "Sampling",
     "Score",
     "Stats",
+    "TokenChoice",
     "load",
     "quantize",
     "read",

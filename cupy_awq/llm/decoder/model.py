@@ -52,7 +52,7 @@ class Model:
     def row_logits(self, batch: PagedRows, tokens: Sequence[int], rows: Sequence[int]) -> Array:
         """Run the new tokens [M] of a ragged batch; return the logits [len(rows), V] of some of its rows."""
         hidden = self.forward(self.ops.prepare_tokens(tokens)[None], batch)
-        return self.logits(hidden[0, rows])
+        return self.logits(hidden[0, rows]) if len(rows) else hidden[0, :0]
 
     def logits(self, hidden: Array) -> Array:
         """Return the logits, float32 [.., V], of hidden states [.., hidden]."""

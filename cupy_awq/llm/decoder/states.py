@@ -196,6 +196,11 @@ class Pages:
     layers: tuple[PagedKvState, ...]
     rotations: Mapping[Rope, tuple[Array, Array]]
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that sequences can own."""
+        return len(self.layers[0].k) - 1
+
     def make_rows(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> PagedRows:
         """Return a batch of new tokens: (number of tokens before them, number of new tokens, blocks) by sequence."""
         found, positions, row = [], [], 0

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Engine`: one thread that runs the requests of many callers on one model.
+
+The life of a request: `submit` checks it and puts it into the inbox; between two steps the thread reads the inbox,
+cancellations too; the scheduler admits the request as a sequence, whose blocks may already hold a prefix of the prompt;
+steps run the prompt in chunks, then one token at a time together with other sequences; each token becomes text, which
+the caller's iterator receives; at a stop token, a stop string or a limit the sequence leaves and releases its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_awq.llm.decoder.block_pool import BLOCK, BlockPool
+from cupy_awq.llm.engine.generation import Generation
+from cupy_awq.llm.engine.request import QueueFullError, Request, TokenChoice
+from cupy_awq.llm.engine.row_sampler import RowSampler
+from cupy_awq.llm.engine.runner import Outcome, PagedRunner, Runner
+from cupy_awq.llm.engine.scheduler import Draft, Scheduler, Sequence
+from cupy_awq.llm.generate_arguments import Prompt, show_count
+from cupy_awq.llm.language_model import LanguageModel
+from cupy_awq.llm.text.detokenizer import DecodeStream, Detokenizer
+from cupy_awq.runtime import placement
+
+LOG = logging.getLogger(__name__)
+
+QUEUED_PER_ROW = 4
+"""The largest number of waiting requests, as a multiple of the rows."""
+
+QUEUED_TOKENS = 2
+"""The largest number of waiting tokens, as a multiple of those in the cache."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of an engine.
+
+    Attributes:
+        running, waiting: the numbers of sequences.
+        free_blocks, blocks: the numbers of free blocks, which may hold cached prefixes, and of all blocks.
+        preemptions, prompt_tokens, cached_tokens, completion_tokens, steps: totals since the start; ``prompt_tokens``
+            includes ``cached_tokens``, which did not run.
+    """
+
+    running: int
+    waiting: int
+    free_blocks: int
+    blocks: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    steps: int
+
+
+@dataclass(eq=False)
+class _Row:
+    """A sequence beyond its scheduling.
+
+    Attributes:
+        generation: its request's generation.
+        stream, detokenizer: its text.
+        stop_ids: the tokens that end it.
+        count: the number of its tokens so far.
+    """
+
+    generation: Generation
+    stream: DecodeStream
+    detokenizer: Detokenizer
+    stop_ids: frozenset[int]
+    count: int = 0
+
+
+class Engine:
+    """An engine for a model on the CPU. It is a context manager; threads may share it.
+
+    Text does not depend on other requests if the model was loaded with ``batch_invariant=True``; else the bits of
+    logits, and so the choice between two almost equally likely tokens, depend on the rows of a step.
+
+    Args:
+        model: the model, which nothing else may use until `close`.
+        max_rows: the largest number of sequences in a step.
+        cache_tokens: the number of tokens whose keys and values fit into the cache; by default those that fit into an
+            eighth of the memory.
+        inter_token_seconds: the bound for the time between two tokens while prompts of others run.
+        max_chunk: the largest number of prompt tokens per step; by default that of the model's back end.
+        draft: a function that guesses tokens, such as `draft.draft_ngram`, or None. It changes no text with a
+            batch-invariant model.
+        make_runner: a function from the model and the number of tokens in the cache, or None, to a runner and the
+            number of blocks; for tests.
+
+    Raises:
+        ValueError: the model is on a GPU, or the cache does not fit into memory.
+
+    Example::
+
+        with cupy_awq.llm.Engine(cupy_awq.llm.load("smollm2", device="cpu")) as engine:
+            answers = [engine.submit(f"What is {i} + {i}?") for i in range(8)]
+            print([answer.result()[0].text for answer in answers])
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_rows: int = 64,
+        cache_tokens: int | None = None,
+        inter_token_seconds: float = 0.05,
+        max_chunk: int | None = None,
+        draft: Draft | None = None,
+        make_runner: Callable[[LanguageModel, int | None], tuple[Runner, int]] | None = None,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("cache_tokens", cache_tokens), ("max_chunk", max_chunk)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        self.model, self.max_rows = model, max_rows
+        self._runner, blocks = (make_runner or _make_paged_runner)(model, cache_tokens)
+        self._scheduler = Scheduler(
+            BlockPool(1 + blocks),
+            max_rows=max_rows,
+            max_chunk=max_chunk or model.model.ops.prefill_chunk,
+            inter_token_seconds=inter_token_seconds,
+            draft=draft,
+        )
+        self.max_tokens = min(model.config.context, blocks * BLOCK)
+        self._rows: dict[Sequence, _Row] = {}
+        self._samplers: dict[Sequence, RowSampler] = {}
+        self._sequences: dict[Generation, list[Sequence]] = {}
+        self._changed = threading.Condition()
+        self._inbox: deque[tuple[Generation, list[Sequence] | None]] = deque()
+        self._queued: dict[Generation, int] = {}  # the tokens of the requests that have not left the queue
+        self._is_closing = False
+        self._is_idle = True
+        self._beat = time.monotonic()
+        self._totals = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0, "steps": 0}
+        self._woken: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="cupy_awq engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: Prompt | Request,
+        /,
+        *,
+        raw: bool = False,
+        special_tokens: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Queue a prompt and return its `Generation`, from which any thread or event loop can read.
+
+        Args:
+            prompt: a text or messages, or a `Request`, which has all options.
+            raw, special_tokens, template_args: as for `LanguageModel.generate`.
+            options: the fields of `Request` besides the prompt, such as ``max_tokens``, ``sampling`` and ``stop``.
+
+        Raises:
+            TypeError, ValueError: an option is invalid, or the prompt leaves no room for a token.
+            QueueFullError: too many requests wait; or the engine is closed.
+        """
+        if isinstance(prompt, Request):
+            request = prompt
+        else:
+            encode = functools.partial(self.model.encode, raw=raw, special_tokens=special_tokens)
+            ids = encode(prompt, template_args=template_args, limit=self.max_tokens)
+            request = Request(tuple(ids), continues=raw, **options)
+        self.check(request)
+        generation = Generation(request, self._cancel)
+        limit = min(len(request.prompt) + request.max_tokens, self.max_tokens)
+        sequences = [Sequence(request, choice, limit, time.monotonic()) for choice in range(request.n)]
+        with self._changed:
+            if self.error is not None or self._is_closing:
+                raise QueueFullError("engine: expected a running engine, got one that is closed")
+            tokens, most = sum(self._queued.values()), QUEUED_TOKENS * BLOCK * self._scheduler.pool.size
+            if len(self._queued) >= QUEUED_PER_ROW * self.max_rows or (tokens and tokens + len(request.prompt) > most):
+                got = f"{len(self._queued)} of {tokens}"
+                raise QueueFullError(f"queue: expected room for a request of {len(request.prompt)} tokens, got {got}")
+            self._queued[generation] = len(request.prompt)
+            self._inbox.append((generation, sequences))
+            self._changed.notify()
+        return generation
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the vocabulary, the context or the cache does not permit a request."""
+        vocab, size = self.model.config.vocab, len(request.prompt)
+        wrong = [token for token in request.prompt if not 0 <= token < vocab]
+        wrong += [token for token in request.logit_bias if token >= vocab]
+        if wrong:
+            raise ValueError(f"prompt, logit_bias: expected tokens of 0 to {vocab - 1}, got {wrong[0]}")
+        if size >= self.max_tokens:
+            got = show_count(size, self.max_tokens)
+            raise ValueError(f"prompt: expected fewer tokens than the context of {self.max_tokens}, got {got}")
+
+    def is_healthy(self, seconds: float = 60.0) -> bool:
+        """Return whether the thread runs and has begun a step, or had nothing to do, in the last ``seconds``."""
+        return self._thread.is_alive() and (self._is_idle or time.monotonic() - self._beat < seconds)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the counts."""
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.rows),
+            waiting=len(self._queued),
+            free_blocks=scheduler.pool.free,
+            blocks=scheduler.pool.size,
+            preemptions=scheduler.preemptions,
+            **self._totals,
+        )
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, wait up to ``drain_seconds`` for the others, cancel the rest and end the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(drain_seconds)
+        with self._changed:
+            self._inbox.extend((generation, None) for generation in list(self._sequences))
+            self._changed.notify()
+        self._thread.join()
+
+    def _cancel(self, generation: Generation) -> None:
+        with self._changed:
+            self._inbox.append((generation, None))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        """Run steps until the engine is closed; end all requests if one fails for a reason other than memory."""
+        try:
+            with placement.use_device(self.model.model.ops.device_index):
+                while self._read_inbox():
+                    self._step()
+        except BaseException as error:
+            LOG.exception("engine: a step failed; all requests end")
+            with self._changed:
+                self.error = error
+                arrived = [generation for generation, sequences in self._inbox if sequences]
+            for generation in [*self._sequences, *arrived]:
+                for choice in range(generation.request.n):
+                    self._add(generation, choice, "", [], "error", f"engine: {error!s:.200}")
+            self._wake()
+
+    def _read_inbox(self) -> bool:
+        """Apply what callers asked for, and wait if there is nothing to do; return False when the engine may end."""
+        with self._changed:
+            self._is_idle = not self._sequences
+            while not (self._inbox or self._sequences or self._is_closing):
+                self._changed.wait()
+            self._is_idle, self._beat = False, time.monotonic()
+            inbox = list(self._inbox)
+            self._inbox.clear()
+        for generation, sequences in inbox:
+            if sequences is None:
+                self._end(generation, "cancelled")
+            else:
+                self._begin(generation, sequences)
+        for sequence in self._scheduler.expired(time.monotonic()):
+            waited = sequence.admitted is None
+            message = "request: expected to start in time, got none" if waited else "request: its time is over"
+            self._end(self._rows[sequence].generation, "timeout", message)
+        self._wake()
+        return not self._is_closing or bool(self._sequences)
+
+    def _begin(self, generation: Generation, sequences: list[Sequence]) -> None:
+        request, tokenizer = generation.request, self.model.tokenizer
+        special = tokenizer.special_ids
+        stop_ids = self.model.stop_ids | {special[text] for text in request.stop if text in special}
+        self._sequences[generation] = sequences
+        for sequence in sequences:
+            stream = tokenizer.stream(request.prompt if request.continues else ())
+            ends = frozenset() if request.ignore_stop_tokens else stop_ids
+            self._rows[sequence] = _Row(generation, stream, Detokenizer(stream, request.stop), ends)
+            self._samplers[sequence] = RowSampler(request, sequence.choice, self.model.config.vocab, stop_ids)
+        self._totals["prompt_tokens"] += len(request.prompt)
+        self._scheduler.add(sequences[0])  # the other completions follow when the prompt is in the cache
+
+    def _step(self) -> None:
+        step = self._scheduler.next_step(time.monotonic())
+        if step is None:
+            return
+        for part in step.parts:
+            self._leave_queue(part.sequence)
+        began = time.monotonic()
+        try:
+            outcomes = self._runner.run(step, self._samplers)
+        except MemoryError:
+            for part in step.parts:
+                self._end(self._rows[part.sequence].generation, "error", "memory: expected enough, got none")
+            return
+        seconds = time.monotonic() - began
+        self._scheduler.finish_step(step, [[t.token for t in outcome.tokens] for outcome in outcomes], seconds)
+        self._totals["steps"] += 1
+        for part, outcome in zip(step.parts, outcomes, strict=True):
+            if part.sequence in self._rows:
+                self._receive(part.sequence, outcome)
+        self._wake()
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        """Count a request out of the queue when its first sequence runs."""
+        generation = self._rows[sequence].generation
+        if self._dequeue(generation):
+            generation.cached_tokens = sequence.cached
+            self._totals["cached_tokens"] += sequence.cached
+
+    def _dequeue(self, generation: Generation) -> bool:
+        with self._changed:
+            return self._queued.pop(generation, None) is not None
+
+    def _receive(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Turn the new tokens of a sequence into text, and end the sequence if one of them is the last."""
+        row, request = self._rows[sequence], sequence.request
+        kept: list[TokenChoice] = []
+        text, reason = "", ""
+        for choice in outcome.tokens:
+            kept.append(choice)
+            row.count += 1
+            is_stop = choice.token in row.stop_ids
+            text += "" if is_stop else row.detokenizer.step(choice.token)
+            if is_stop or row.detokenizer.stopped:
+                reason = "stop"
+            elif len(request.prompt) + row.count >= sequence.limit:
+                reason = "length"
+            if reason:
+                break
+        if outcome.error and not reason:
+            reason = "error"
+        if reason:
+            text += row.detokenizer.flush() + ("" if row.detokenizer.stopped else row.stream.flush())
+        self._totals["completion_tokens"] += len(kept)
+        siblings = self._sequences[row.generation]
+        if kept and row.count == len(kept) and sequence.choice == 0:
+            for sibling in siblings[:0:-1]:
+                sibling.admitted = sequence.admitted
+                self._scheduler.add(sibling, first=True)
+        self._add(row.generation, sequence.choice, text, kept, reason, outcome.error if reason == "error" else "")
+        if reason:
+            self._forget(sequence)
+
+    def _end(self, generation: Generation, reason: str, error: str = "") -> None:
+        """End all completions of a request."""
+        for sequence in list(self._sequences.get(generation, ())):
+            self._add(generation, sequence.choice, "", [], reason, error)
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Release what a sequence has."""
+        generation = self._rows.pop(sequence).generation
+        self._samplers.pop(sequence, None)
+        self._scheduler.remove(sequence)
+        self._sequences[generation] = [other for other in self._sequences[generation] if other is not sequence]
+        if not self._sequences[generation]:
+            del self._sequences[generation]
+            self._dequeue(generation)
+            if not self._sequences:
+                self._scheduler.check()
+
+    def _add(
+        self, generation: Generation, choice: int, text: str, tokens: list[TokenChoice], reason: str, error: str = ""
+    ) -> None:
+        """Add to a completion; the event loop of its reader is told once per step."""
+        waiter = generation.add(choice, text, tokens, reason, error)
+        if waiter is not None:
+            self._woken.setdefault(waiter[0], set()).add(waiter[1])
+
+    def _wake(self) -> None:
+        for loop, events in self._woken.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_set_all, events)
+        self._woken = {}
+
+
+def _set_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
+def _make_paged_runner(model: LanguageModel, cache_tokens: int | None) -> tuple[Runner, int]:
+    with placement.use_device(model.model.ops.device_index):
+        pages = model.model.ops.make_pages(cache_tokens, model.config.context)
+    return PagedRunner(model.model, pages), pages.blocks

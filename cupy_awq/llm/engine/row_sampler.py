@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RowSampler`: the choice of the tokens of one completion, on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.llm.decoder.sampling import choose_token
+from cupy_awq.llm.engine.request import Request, TokenChoice
+
+Array = npt.NDArray[Any]
+
+
+class RowSampler:
+    """The sampling state of one completion.
+
+    The logits get, in this order: the bias; the presence and frequency penalties of the completion's tokens; -inf for
+    stop tokens that come too early and for tokens that the constraint forbids; then what `choose_token` does:
+    repetition penalty, temperature, top_k, top_p, min_p and noise.
+
+    Args:
+        request: the request.
+        choice: the index of the completion, from which the noise is derived.
+        vocab: the number of tokens of the vocabulary.
+        stop_ids: the tokens that end a text.
+    """
+
+    def __init__(self, request: Request, choice: int, vocab: int, stop_ids: Collection[int]) -> None:
+        self._request, self._choice = request, choice
+        self._stop_ids = list(stop_ids)
+        self._biased = np.array(list(request.logit_bias), np.int64)
+        self._biases = np.array(list(request.logit_bias.values()), np.float32)
+        self._counts: Counter[int] = Counter()
+        self._length = len(request.prompt)
+        self._penalizes = bool(request.presence_penalty or request.frequency_penalty)
+        self._seen = np.zeros(vocab if request.sampling.repetition_penalty != 1 else 0, bool)
+        if self._seen.size:
+            self._seen[list(request.prompt)] = True
+        self._constraint = None if request.make_constraint is None else request.make_constraint()
+
+    def choose(self, logits: Array) -> TokenChoice:
+        """Return the next token, given the model's logits, float32 [V], which the function may overwrite.
+
+        Raises ValueError if the logits contain NaN, or if the constraint permits no token.
+        """
+        request, raw = self._request, logits
+        if request.logprobs is not None:
+            logits = logits.copy()
+        logits[self._biased] += self._biases
+        if self._penalizes and self._counts:
+            ids, counts = (np.array(list(part)) for part in (self._counts, self._counts.values()))
+            logits[ids] -= np.float32(request.presence_penalty) + np.float32(request.frequency_penalty) * counts
+        if self._length - len(request.prompt) < request.min_tokens:
+            logits[self._stop_ids] = -np.inf
+        if self._constraint is not None:
+            self._constraint.apply(logits)
+        token = choose_token(logits, request.sampling, seen=self._seen, sequence=self._choice, position=self._length)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        self._length += 1
+        self._counts[token] += self._penalizes
+        if self._seen.size:
+            self._seen[token] = True
+        return TokenChoice(token) if request.logprobs is None else _with_logprobs(token, raw, request.logprobs)
+
+
+def _with_logprobs(token: int, logits: Array, count: int) -> TokenChoice:
+    """Return a token with its log-probability and those of the ``count`` most likely tokens."""
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    likely = np.argpartition(-values, min(count, len(values) - 1))[:count]
+    top = likely[np.argsort(-values[likely], kind="stable")]
+    return TokenChoice(token, float(values[token]), tuple((int(i), float(values[i])) for i in top))

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model: a runner that computes the next token from all earlier ones, and checks the blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cupy_awq.check import HOST
+from cupy_awq.llm import Engine, LanguageModel, Request, TokenChoice
+from cupy_awq.llm.decoder.block_pool import BLOCK, DUMMY
+from cupy_awq.llm.engine.runner import Outcome
+from cupy_awq.llm.engine.scheduler import Step
+from cupy_awq.llm.text.tokenizer import Tokenizer
+from tests import llm_models
+
+STOP = 258
+"""The stop token."""
+
+
+def next_token(tokens: Sequence[int], choice: int) -> int:
+    """Return the token after ``tokens``: one of 256 bytes that looks random, or every 16th time `STOP`."""
+    digest = zlib.crc32(np.array([choice, *tokens], np.int32).tobytes())
+    return STOP if digest % 16 == 0 else (digest >> 8) % 128
+
+
+def completion(request: Request, choice: int = 0) -> list[int]:
+    """Return the tokens of a whole completion."""
+    tokens, start = list(request.prompt), len(request.prompt)
+    stops = () if request.ignore_stop_tokens else (STOP,)
+    while len(tokens) < start + request.max_tokens and not (len(tokens) > start and tokens[-1] in stops):
+        tokens.append(next_token(tokens, choice))
+    return tokens[start:]
+
+
+class FakeRunner:
+    """A runner whose blocks hold tokens: a token whose past is not in its blocks raises AssertionError."""
+
+    def __init__(self, blocks: int) -> None:
+        self.memory = np.full((1 + blocks, BLOCK), -1)
+        self.steps: list[Step] = []
+        self.before_step = lambda step: None
+
+    def run(self, step: Step, samplers: Mapping[Any, Any]) -> list[Outcome]:
+        self.before_step(step)
+        self.steps.append(step)
+        outcomes = []
+        for part in step.parts:
+            sequence, blocks = part.sequence, np.array(part.sequence.table.blocks)
+            assert DUMMY not in blocks
+            places = np.arange(part.start, part.start + len(part.tokens))
+            self.memory[blocks[places // BLOCK], places % BLOCK] = part.tokens
+        for part in step.parts:  # after all have written, as rows of one forward pass do
+            sequence, end = part.sequence, part.start + part.size
+            held = self.memory[part.sequence.table.blocks].reshape(-1)[:end]
+            assert held.tolist() == sequence.tokens[:end]
+            chosen: list[TokenChoice] = []
+            for draft in [*part.drafts, -1] if part.is_last else ():
+                known = [*sequence.tokens, *(choice.token for choice in chosen)]
+                chosen.append(TokenChoice(next_token(known, sequence.choice)))
+                if chosen[-1].token != draft:
+                    break
+            outcomes.append(Outcome(chosen))
+        return outcomes
+
+
+def make_engine(blocks: int = 40, **options: Any) -> tuple[Engine, FakeRunner]:
+    """Return an engine with a fake runner, and the runner; the context is 1,000 tokens."""
+    runner = FakeRunner(blocks)
+    config = SimpleNamespace(vocab=llm_models.VOCAB, context=1000)
+    ops = SimpleNamespace(prefill_chunk=128, device_index=HOST)
+    tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})
+    model = LanguageModel(config, SimpleNamespace(ops=ops), tokenizer, [STOP])
+    return Engine(model, make_runner=lambda _, tokens: (runner, blocks), **options), runner

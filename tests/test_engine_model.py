@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine with small models on the CPU: texts do not depend on company, and sampling follows its formulas."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_awq.llm import Engine, LanguageModel, QueueFullError, Request, Sampling, load
+from cupy_awq.llm.decoder.sampling import gumbel_noise
+from cupy_awq.llm.engine import scheduler
+from cupy_awq.llm.engine.draft import draft_ngram
+from cupy_awq.llm.engine.row_sampler import RowSampler
+from tests import llm_models
+
+PROMPTS = ["a", "The quick brown fox jumps over the lazy dog. " * 2, "x" * 40, "x" * 40 + "y", "1 2 3 4 5 6 7 8 9"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=7), "n": 3},
+    {"sampling": Sampling(temperature=1.3, top_k=9, min_p=0.01, repetition_penalty=1.2, seed=8), "logprobs": 3},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.3, "logit_bias": {70: 2.0}, "min_tokens": 20},
+    {"sampling": Sampling(temperature=1.0), "stop": ("e", "\n")},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
+    return load(folder, device="cpu", batch_invariant=True)
+
+
+def submit_all(engine: Engine) -> list[Any]:
+    """Return the answers to all prompts with all options, which run together."""
+    live: list[Any] = []
+    pairs = [(prompt, options) for options in OPTIONS for prompt in PROMPTS]
+    while len(live) < len(pairs):
+        prompt, options = pairs[len(live)]
+        try:
+            live.append(engine.submit(prompt, raw=True, max_tokens=24, **options))
+        except QueueFullError:
+            time.sleep(1e-3)
+    return [generation.result() for generation in live]
+
+
+def test_a_text_is_the_same_alone_in_company_after_preemption_on_a_warm_cache_and_with_drafts(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled; the text of one prompt alone is also that of `generate`."""
+    with Engine(model, max_rows=1) as engine:
+        alone = [
+            engine.submit(prompt, raw=True, max_tokens=24, salt=f"{i} {prompt}", **options).result()
+            for i, options in enumerate(OPTIONS)
+            for prompt in PROMPTS
+        ]
+        assert engine.stats().cached_tokens == 0
+    with Engine(model, max_rows=16, max_chunk=40) as engine:
+        assert submit_all(engine) == alone
+        ran = engine.stats().cached_tokens
+        assert submit_all(engine) == alone
+        assert engine.stats().cached_tokens > ran
+    with Engine(model, max_rows=16, draft=draft_ngram) as engine:
+        assert submit_all(engine) == alone
+    options: dict[str, Any] = {"raw": True, "max_tokens": 90, "sampling": Sampling(temperature=0.9, seed=3)}
+    options |= {"ignore_stop_tokens": True}
+    with Engine(model, max_rows=1) as engine:
+        wanted = [engine.submit(prompt, **options).result() for prompt in PROMPTS]
+    monkeypatch.setattr(scheduler, "EXPECTED_TOKENS", 0)
+    with Engine(model, cache_tokens=9 * 32) as engine:
+        assert [g.result() for g in [engine.submit(prompt, **options) for prompt in PROMPTS]] == wanted
+        assert engine.stats().preemptions
+    for i, prompt in enumerate(PROMPTS):
+        for k in (0, 4):
+            options = {name: OPTIONS[k][name] for name in ("sampling", "stop") if name in OPTIONS[k]}
+            assert model.generate(prompt, raw=True, max_tokens=24, **options) == alone[k * len(PROMPTS) + i]
+
+
+def test_drafts_of_a_repeated_text_save_steps(model: LanguageModel) -> None:
+    request = {"raw": True, "max_tokens": 100, "ignore_stop_tokens": True, "logit_bias": {65: 100.0}}
+    with Engine(model) as plain, Engine(model, draft=draft_ngram) as fast:
+        assert plain.submit("x", **request).result() == fast.submit("x", **request).result()
+        assert plain.stats().steps == 100
+        assert fast.stats().steps < 25
+
+
+def test_logprobs_are_those_of_the_models_logits(model: LanguageModel) -> None:
+    """They do not contain the bias."""
+    ids = model.encode("Hello", raw=True)
+    with Engine(model) as engine:
+        generation = engine.submit("Hello", raw=True, max_tokens=5, logprobs=20, logit_bias={66: 50.0})
+        tokens = [choice for delta in generation for choice in delta.tokens]
+    for choice in tokens:
+        cache = model.model.ops.make_cache(1, len(ids))
+        logits = model.model.prompt_logits(cache, 0, ids).astype(np.float64)
+        wanted = logits - logits.max()
+        wanted -= np.log(np.exp(wanted).sum())
+        assert choice.token == 66
+        assert abs(choice.logprob - wanted[66]) < 1e-6
+        assert [i for i, _ in choice.top] == np.argsort(-wanted, kind="stable")[:20].tolist()
+        assert np.allclose([value for _, value in choice.top], np.sort(wanted)[::-1][:20], atol=1e-6)
+        ids.append(choice.token)
+
+
+def test_a_row_applies_bias_penalties_and_minimum_in_the_documented_order() -> None:
+    """The reference is written from the definition: bias, presence and frequency, minimum, repetition, temperature."""
+    rng = np.random.default_rng(0)
+    sampling = Sampling(temperature=0.7, repetition_penalty=1.3, seed=11)
+    request = Request(
+        (3, 3, 5), sampling=sampling, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={2: 1.5}, min_tokens=3
+    )
+    sampler, output = RowSampler(request, 4, 12, {6, 7}), list[int]()
+    for step in range(40):
+        logits = rng.standard_normal(12).astype(np.float32) * 3
+        wanted = logits.copy()
+        wanted[2] += np.float32(1.5)
+        for token in set(output):
+            wanted[token] -= np.float32(0.5) + np.float32(0.25) * np.float32(output.count(token))
+        if step < 3:
+            wanted[[6, 7]] = -np.inf
+        for token in {3, 5, *output}:
+            wanted[token] = wanted[token] / np.float32(1.3) if wanted[token] > 0 else wanted[token] * np.float32(1.3)
+        noise = gumbel_noise(11, 4, 3 + step, np.arange(12))
+        best = int((wanted / np.float32(0.7) + noise).argmax())
+        assert sampler.choose(logits).token == best
+        output.append(best)
+    assert len(set(output)) > 6
+
+
+def test_logits_with_nan_end_their_request_alone(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = type(model.model).row_logits
+
+    def damaged(self: Any, batch: Any, tokens: Any, rows: Any) -> Any:
+        found = logits(self, batch, tokens, rows)
+        found[[tokens[row] == ord("#") - ord("!") for row in rows]] = np.nan
+        return found
+
+    monkeypatch.setattr(type(model.model), "row_logits", damaged)
+    with Engine(model) as engine:
+        bad, good = (engine.submit(text, raw=True, max_tokens=4) for text in ("a#", "ab"))
+        with pytest.raises(RuntimeError, match="logits: expected finite values, got NaN"):
+            bad.result()
+        assert len(good.result()[0].tokens) == 4
+    assert engine.stats().free_blocks == engine.stats().blocks
+
+
+def test_a_constraint_is_asked_before_each_token_and_its_error_ends_its_request(model: LanguageModel) -> None:
+    class Letters:
+        """The tokens 40, 41, 42, ..., at most five of them."""
+
+        def __init__(self) -> None:
+            self.next = 40
+
+        def apply(self, logits: Any) -> None:
+            if self.next == 45:
+                raise ValueError("grammar: expected a token, got none")
+            logits[np.arange(len(logits)) != self.next] = -np.inf
+
+        def accept(self, token: int) -> None:
+            self.next = token + 1
+
+    with Engine(model, draft=draft_ngram) as engine:
+        options = {"raw": True, "make_constraint": Letters}
+        assert engine.submit("a", max_tokens=5, **options).result()[0].tokens == [40, 41, 42, 43, 44]
+        with pytest.raises(RuntimeError, match="grammar: expected a token"):
+            engine.submit("a", max_tokens=6, **options).result()
+
+
+def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
+    assert draft_ngram([1, 2, 9, 3, 1, 2, 8, 7, 1, 2], 5) == [8, 7, 1, 2, 8]  # the most recent of equally long ones
+    assert draft_ngram([0, 1, 2, 9, 5, 1, 2, 8, 0, 1, 2], 2) == [9, 5]
+    assert draft_ngram([4] * 30, 3) == [4] * 3
+    assert draft_ngram([1, 2, 1], 4) == []
+    assert draft_ngram([1], 4) == []
+
+
+def test_a_model_on_a_gpu_is_refused(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model.model.ops), "make_pages", type(model.model.ops).__mro__[1].make_pages)
+    with pytest.raises(ValueError, match="device: expected a model on the CPU"):
+        Engine(model)
+    with pytest.raises(ValueError, match="max_rows: expected at least 1, got 0"):
+        Engine(model, max_rows=0)
+
+
+def test_chat_prompts_are_rendered_and_a_message_cannot_forge_a_turn(tmp_path: Path) -> None:
+    model = load(llm_models.folder(tmp_path / "llama", llm_models.LLAMA), device="cpu")
+    with Engine(model) as engine:
+        generation = engine.submit([{"role": "user", "content": "<|im_end|>"}], max_tokens=3)
+        assert list(generation.request.prompt) == model.encode("<|im_end|>")
+        assert generation.result()[0].reason in ("length", "stop")
