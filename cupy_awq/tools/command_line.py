@@ -20,7 +20,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.tools import blas_threads, convert_command, llm_commands, quantize_command, system
+from cupy_awq.tools import blas_threads, convert_command, llm_commands, quantize_command, serve_command, system
 from cupy_awq.tools.operation_arguments import (
     OPERATION_OPTIONS,
     add_dtype,
@@ -201,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="gemm: configurations for which the bits of a row of y do not depend on M",
     )
     llm_commands.add(command)
+    serve_command.add(command)
     quantize_command.add(command)
     convert_command.add(command)
     system.add(command)

@@ -170,6 +170,11 @@ class Tokenizer:
         with guarded(self._where):
             return self._decoder.decode(ids)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token, which may be a part of a character; those of a special token are empty."""
+        with guarded(self._where):
+            return self._decoder.bytes(token) if self._decoder.is_bytewise else self._decoder.decode([token]).encode()
+
     def stream(self, earlier: Sequence[int] = ()) -> DecodeStream:
         """Return an incremental decoder, which takes one token at a time; see `DecodeStream` for ``earlier``."""
         return DecodeStream(self._decoder, earlier)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP details: deadlines of connections, bodies of limited size, streams of events, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import h11
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cupy_awq.serve.errors import ApiError
+
+HEADER_SECONDS, BODY_SECONDS = 10.0, 30.0
+"""The times in seconds in which the headers of a request, and then its body, must arrive."""
+
+SEND_SECONDS = 60.0
+"""The time in seconds after which a client that reads nothing is given up."""
+
+T = TypeVar("T")
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, with a deadline for the headers of each request."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the deadline of the first request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes; the deadline runs while a request has begun whose headers are incomplete."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the deadline."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        is_incomplete = self.conn.their_state is h11.IDLE
+        if is_incomplete and self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        elif not is_incomplete and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of a JSON request. Raises ApiError if it has another type, is too large or comes too slowly."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, f"content-type: expected uncompressed application/json, got {kind!r:.80}")
+    parts: list[bytes] = []
+
+    async def read() -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise ApiError(413, f"body: expected at most {limit} bytes, got more")
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(read(), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"body: expected it within {BODY_SECONDS:.0f} s, got a part") from None
+    return b"".join(parts)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Return the result of ``work``, or cancel it and return None if the client leaves before."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return worker.result() if worker.done() else None
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+class EventStream:
+    """A response of server-sent events, which ends early if the client leaves or stops reading.
+
+    Args:
+        events: the data of the events; it is closed in any case.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        headers.append((b"x-accel-buffering", b"no"))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in self._events:
+                message = {"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True}
+                await asyncio.wait_for(send(message), SEND_SECONDS)
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await self._events.aclose()  # type: ignore[attr-defined]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replies of OpenAI's protocol: whole completions, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cupy_awq.llm import Delta, Generation, TokenChoice
+from cupy_awq.llm.text.tokenizer import Tokenizer
+from cupy_awq.serve.errors import ApiError
+
+
+@dataclass
+class Reply:
+    """The reply to one request, whose chunks all have the same id and time.
+
+    Attributes:
+        tokenizer: the tokenizer, for the texts of tokens.
+        model: the name of the model.
+        is_chat: whether the endpoint is that of chats.
+        logprobs: whether the reply has the log-probabilities of tokens.
+        prompts: the texts to repeat before the completions, by prompt; empty texts without ``echo``.
+        n: the number of completions per prompt.
+        id, created: the id, and the time in seconds since 1970.
+    """
+
+    tokenizer: Tokenizer
+    model: str
+    is_chat: bool
+    logprobs: bool
+    prompts: Sequence[str]
+    n: int
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12)
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, deltas: Sequence[tuple[int, Delta]], generations: Sequence[Generation]) -> dict[str, Any]:
+        """Return the reply of completions whose deltas, with the indices of their prompts, are all known."""
+        joined = {i * self.n + choice: Delta(choice) for i in range(len(self.prompts)) for choice in range(self.n)}
+        for i, delta in deltas:
+            one = joined[i * self.n + delta.choice]
+            one.text += delta.text
+            one.tokens += delta.tokens
+            one.reason = delta.reason
+        choices = []
+        for index, delta in joined.items():
+            content: dict[str, Any] = {"index": index, "finish_reason": delta.reason}
+            if self.is_chat:
+                content["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            else:
+                content["text"] = self.prompts[index // self.n] + delta.text
+            content["logprobs"] = self._logprobs(index, delta.tokens)
+            choices.append(content)
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._frame(kind, choices) | {"usage": usage(generations)}
+
+    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """Return the chunk of a delta of the completion of a prompt."""
+        index = prompt * self.n + delta.choice
+        is_first = index not in self._begun
+        self._begun.add(index)
+        content: dict[str, Any] = {"index": index, "finish_reason": delta.reason or None}
+        content["logprobs"] = self._logprobs(index, delta.tokens)
+        if self.is_chat:
+            role = {"role": "assistant"} if is_first else {}
+            content["delta"] = role | ({"content": delta.text} if delta.text or is_first else {})
+        else:
+            content["text"] = (self.prompts[prompt] if is_first else "") + delta.text
+        return self._frame("chat.completion.chunk" if self.is_chat else "text_completion", [content])
+
+    def last(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """Return the chunk without choices that reports the numbers of tokens."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return self._frame(kind, []) | {"usage": usage(generations)}
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenChoice]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        if self.is_chat:
+            entries = [
+                self._entry(choice.token, choice.logprob) | {"top_logprobs": [self._entry(*top) for top in choice.top]}
+                for choice in tokens
+            ]
+            return {"content": entries, "refusal": None}
+        texts = [self._text(choice.token) for choice in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [choice.logprob for choice in tokens],
+            "top_logprobs": [{self._text(token): value for token, value in reversed(c.top)} for c in tokens],
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.tokenizer.token_bytes(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return the numbers of tokens; prompts count once, however many completions they have."""
+    prompt = sum(len(generation.request.prompt) for generation in generations)
+    completion = sum(generation.completion_tokens for generation in generations)
+    cached = sum(generation.cached_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def check(delta: Delta) -> Delta:
+    """Return a delta, or raise the ApiError for one that ends its completion with an error."""
+    if delta.reason in ("timeout", "cancelled", "error"):
+        status = 500 if delta.reason == "error" else 503
+        raise ApiError(status, delta.error or "server: it is shutting down", code=delta.reason)
+    return delta

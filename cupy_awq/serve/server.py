@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The application: endpoints, keys, limits and metrics, on an engine that runs in its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cupy_awq.llm import Delta, Engine, Generation, QueueFullError
+from cupy_awq.llm import Request as EngineRequest
+from cupy_awq.serve import protocol, replies
+from cupy_awq.serve.constraint import Grammars
+from cupy_awq.serve.errors import ApiError
+from cupy_awq.serve.http import EventStream, read_body, until_disconnect
+from cupy_awq.serve.replies import Reply
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""The names of this machine. A server without keys answers to them alone, so no web page reaches it by a name of its
+own that it lets point here."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a server.
+
+    Attributes:
+        name: the name of the model.
+        keys: the API keys, of which each request needs one; without any, everybody is served.
+        hosts: the names in Host headers that a server without keys answers to; "*" is any name.
+        max_body_bytes: the largest body.
+        queue_seconds, run_seconds: the largest times in seconds of a request in the queue and from then on.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = LOCAL_HOSTS
+    max_body_bytes: int = 8 << 20
+    queue_seconds: float = 120.0
+    run_seconds: float = 3600.0
+
+
+class Server:
+    """The endpoints.
+
+    Args:
+        engine: the engine, which the server does not close.
+        settings: the settings.
+
+    Attributes:
+        app: the ASGI application.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
+        self._model = engine.model
+        self._grammars = Grammars(engine.model)
+        self._threads = ThreadPoolExecutor(2, "cupy_awq tokenizer")
+        self._created = int(time.time())
+        self._registry = prometheus.CollectorRegistry()
+        self._registry.register(_EngineCollector(engine))
+        metric = functools.partial(prometheus.Histogram, registry=self._registry)
+        self._first_token = metric("cupy_awq_time_to_first_token_seconds", "Time to the first token of a request")
+        self._duration = metric("cupy_awq_request_seconds", "Time to the last token of a request")
+        self._requests = prometheus.Counter(
+            "cupy_awq_http_requests", "Replies by status", ["status"], registry=self._registry
+        )
+        routes = [
+            Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
+            Route("/v1/models", self._guard(self._list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guard(self._show_model), methods=["GET"]),
+            Route("/metrics", self._guard(self._metrics), methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+        ]
+        handlers: dict[Any, Any] = {404: self._not_found, 405: self._not_found}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+
+    def _guard(self, endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
+        """Wrap an endpoint: check host and key, turn errors into replies and count them."""
+
+        async def guarded(request: Request) -> Any:
+            status = 200
+            try:
+                self._check_access(request)
+                return await endpoint(request)
+            except ApiError as error:
+                status = error.status
+                return _error(error)
+            except QueueFullError as error:
+                status = 503 if self._engine.error else 429
+                return _error(ApiError(status, str(error), code="overloaded"))
+            except (ValueError, TypeError) as error:
+                status = 400
+                return _error(ApiError.from_value_error(error))
+            except MemoryError:
+                status = 503
+                return _error(ApiError(503, "memory: expected enough for the request, got none"))
+            finally:
+                self._requests.labels(str(status)).inc()
+
+        return guarded
+
+    def _check_access(self, request: Request) -> None:
+        """Raise ApiError unless the request has a valid key or, without keys, a known host."""
+        keys, hosts = self._settings.keys, self._settings.hosts
+        if keys:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if not sum(hmac.compare_digest(given, key.encode()) for key in keys):  # all, to take equal time
+                raise ApiError(
+                    401, "authorization: expected Bearer and a valid key, got another", code="invalid_api_key"
+                )
+        elif "*" not in hosts:
+            host = request.headers.get("host", "")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name not in hosts:
+                raise ApiError(403, f"host: expected one of {', '.join(hosts)}, got {name!r:.80}")
+
+    async def _health(self, request: Request) -> Response:
+        is_healthy = self._engine.is_healthy()
+        return _json({"status": "ok" if is_healthy else "failed"}, 200 if is_healthy else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(prometheus.generate_latest(self._registry), media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    async def _list_models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._describe()]})
+
+    async def _show_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return _json(self._describe())
+
+    async def _not_found(self, request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        return _error(ApiError(status, f"path: expected a known one, got {request.url.path!r:.80}"))
+
+    def _describe(self) -> dict[str, Any]:
+        context = {"max_model_len": self._engine.max_tokens}
+        name = self._settings.name
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "cupy_awq", **context}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.name:
+            message = f"model: expected {self._settings.name}, got {name!r:.80}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _chat(self, request: Request) -> Any:
+        body = protocol.decode(await read_body(request, self._settings.max_body_bytes), protocol.ChatBody)
+        encode = functools.partial(
+            self._model.encode, template_args=body.template_arguments(), limit=self._engine.max_tokens
+        )
+        return await self._answer(request, body, [functools.partial(encode, body.conversation())], [""])
+
+    async def _complete(self, request: Request) -> Any:
+        body = protocol.decode(await read_body(request, self._settings.max_body_bytes), protocol.CompletionBody)
+        encode = functools.partial(self._model.encode, raw=True, limit=self._engine.max_tokens)
+        prompts = body.prompts()
+        texts = [(p if isinstance(p, str) else self._model.tokenizer.decode(p)) if body.echo else "" for p in prompts]
+        encoders: list[Callable[[], list[int]]]
+        encoders = [functools.partial(encode, p) if isinstance(p, str) else functools.partial(list, p) for p in prompts]
+        return await self._answer(request, body, encoders, texts)
+
+    async def _answer(
+        self, request: Request, body: protocol.Body, encoders: Sequence[Callable[[], list[int]]], texts: Sequence[str]
+    ) -> Any:
+        """Run a request: encode its prompts and submit them; then return the reply or a stream of it."""
+        self._check_model(body.model)
+        options = body.options()
+        n = options.get("n", 1)
+        if isinstance(n, int) and n * len(encoders) > self._engine.max_rows:
+            raise ApiError(400, f"n: expected at most {self._engine.max_rows} completions in all, got more", param="n")
+        began = time.monotonic()
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        constraint = body.constraint()
+        if constraint is not None:
+            options["make_constraint"] = await run(self._grammars.compile, *constraint)
+        is_chat = isinstance(body, protocol.ChatBody)
+        options |= {"continues": not is_chat, "key": self._key(request), "salt": self._salt(request)}
+        options |= {"queue_seconds": self._settings.queue_seconds, "run_seconds": self._settings.run_seconds}
+        options.setdefault("max_tokens", self._engine.max_tokens)
+        requests = [EngineRequest(tuple(await run(encode)), **options) for encode in encoders]
+        for one in requests:
+            self._engine.check(one)
+        generations: list[Generation] = []
+        reply = Reply(self._model.tokenizer, self._settings.name, is_chat, options["logprobs"] is not None, texts, n)
+        try:
+            generations += map(self._engine.submit, requests)
+            deltas = self._measure(_merge(generations), began)
+            if not body.stream:
+                return await self._reply(request, reply, deltas, generations)
+            first = await until_disconnect(request.receive, anext(deltas))
+        except BaseException:
+            _cancel(generations)
+            raise
+        if first is None:
+            _cancel(generations)
+            return _json({}, 499)
+        try:
+            replies.check(first[1])
+        except ApiError:
+            _cancel(generations)
+            raise
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(_events(reply, first, deltas, generations, has_usage))
+
+    async def _reply(
+        self, request: Request, reply: Reply, deltas: AsyncIterator[tuple[int, Delta]], generations: list[Generation]
+    ) -> Response:
+        async def collect() -> list[tuple[int, Delta]]:
+            return [(i, replies.check(delta)) async for i, delta in deltas]
+
+        found = await until_disconnect(request.receive, collect())
+        if found is None:
+            _cancel(generations)
+            return _json({}, 499)  # nobody reads it
+        return _json(reply.whole(found, generations))
+
+    async def _measure(
+        self, deltas: AsyncIterator[tuple[int, Delta]], began: float
+    ) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield the deltas, and record the times of the first and the last."""
+        is_first = True
+        async with contextlib.aclosing(deltas):  # type: ignore[type-var]
+            async for pair in deltas:
+                if is_first:
+                    self._first_token.observe(time.monotonic() - began)
+                    is_first = False
+                yield pair
+        self._duration.observe(time.monotonic() - began)
+
+    def _key(self, request: Request) -> str:
+        """Return who asks: the key, or the client's address."""
+        client = request.client.host if request.client else ""
+        return request.headers.get("authorization", client) if self._settings.keys else client
+
+    def _salt(self, request: Request) -> str:
+        """Return the owner of cached prefixes: one per key, so that no key can time what another has asked."""
+        return hashlib.sha256(self._key(request).encode()).hexdigest() if self._settings.keys else ""
+
+
+async def _merge(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+    """Yield (index, delta) of all generations in the order in which they come."""
+    queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue(1)  # a slow reader leaves deltas to be joined
+
+    async def read(i: int, generation: Generation) -> None:
+        async for delta in generation:
+            await queue.put((i, delta))
+        await queue.put((i, None))
+
+    tasks = [asyncio.ensure_future(read(i, generation)) for i, generation in enumerate(generations)]
+    try:
+        running = len(tasks)
+        while running:
+            i, delta = await queue.get()
+            if delta is None:
+                running -= 1
+            else:
+                yield i, delta
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _events(
+    reply: Reply,
+    first: tuple[int, Delta],
+    deltas: AsyncIterator[tuple[int, Delta]],
+    generations: Sequence[Generation],
+    has_usage: bool,
+) -> AsyncIterator[bytes]:
+    """Yield the events of a stream; an error is the last event. Cancel the generations at the end."""
+    extra = {"usage": None} if has_usage else {}
+    try:
+        yield msgspec.json.encode(reply.chunk(*first) | extra)
+        async for i, delta in deltas:
+            yield msgspec.json.encode(reply.chunk(i, replies.check(delta)) | extra)
+        if has_usage:
+            yield msgspec.json.encode(reply.last(generations))
+        yield b"[DONE]"
+    except ApiError as error:
+        yield msgspec.json.encode(error.to_json())
+    finally:
+        _cancel(generations)
+        with contextlib.suppress(RuntimeError):
+            await deltas.aclose()  # type: ignore[attr-defined]
+
+
+def _cancel(generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        generation.cancel()
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def _error(error: ApiError) -> Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (408, 413, 415):
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return _json(error.to_json(), error.status, headers)
+
+
+class _EngineCollector:
+    """The counts of an engine as metrics."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        stats = self._engine.stats()
+        for name in ("running", "waiting", "free_blocks", "blocks"):
+            yield GaugeMetricFamily(f"cupy_awq_{name}", f"Number of {name}", value=getattr(stats, name))
+        for name in ("preemptions", "prompt_tokens", "cached_tokens", "completion_tokens", "steps"):
+            yield CounterMetricFamily(f"cupy_awq_{name}", f"Total of {name}", value=getattr(stats, name))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``serve``: an OpenAI-compatible HTTP server for one model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from cupy_awq.tools.llm_commands import MODEL
+
+MORE = """
+
+Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. Needs the extra "serve":
+pip install "cupy-awq[serve]". A server for other machines (--host) needs a key, also from CUPY_AWQ_API_KEY."""
+
+KEY_VARIABLE = "CUPY_AWQ_API_KEY"
+"""The environment variable with an API key."""
+
+SWITCH_SECONDS = 5e-4
+"""The time after which Python lets another thread run: with its default of 5 ms, replies would delay the next step."""
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
+    examples = ["smollm2 --device cpu", "Qwen3-8B-AWQ/ --port 8001 --batch-invariant --speculate"]
+    parser = command("serve", _serve, "serve a model over HTTP", MORE, examples)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+
+    def option(name: str, kind: type, default: Any, text: str) -> None:
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(name, metavar="X", type=kind, default=default, help=text + shown)
+
+    option("--host", str, "127.0.0.1", "the address to listen on")
+    option("--port", int, 8000, "the port; 0 takes a free one")
+    option("--name", str, None, "the name of the model in requests (default: the last part of MODEL)")
+    option("--max-rows", int, 64, "the largest number of completions that run at the same time")
+    option("--cache-tokens", int, None, "the number of tokens in the KV cache (default: an eighth of the memory)")
+    option("--inter-token-ms", float, 50.0, "the bound for the time between two tokens while prompts of others run")
+    option("--drain-seconds", float, 30.0, "the time that running requests get after SIGTERM")
+    parser.add_argument(
+        "--api-key", metavar="KEY", action="append", default=[], help="a key that requests must have; repeatable"
+    )
+    parser.add_argument(
+        "--allow-host", metavar="NAME", action="append", default=[], help="a further name in Host headers, * for any"
+    )
+    parser.add_argument("--batch-invariant", action="store_true", help="texts do not depend on other requests; slower")
+    parser.add_argument("--speculate", action="store_true", help="draft tokens that followed the same ones before")
+    parser.add_argument("--device", metavar="cpu|cuda|cuda:N", help="the device (default: as for generate)")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        import uvicorn
+
+        from cupy_awq.serve.http import Protocol
+        from cupy_awq.serve.server import LOCAL_HOSTS, Server, Settings
+    except ImportError as error:
+        raise ValueError(
+            f'{error.name}: expected an installed package, got none: pip install "cupy-awq[serve]"'
+        ) from None
+    from cupy_awq import llm
+    from cupy_awq.llm.engine.draft import draft_ngram
+
+    keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        raise ValueError(f"--host: expected an --api-key for an address other than 127.0.0.1, got none for {args.host}")
+    model = llm.load(args.model, device=args.device, batch_invariant=args.batch_invariant)
+    engine = llm.Engine(
+        model,
+        max_rows=args.max_rows,
+        cache_tokens=args.cache_tokens,
+        inter_token_seconds=args.inter_token_ms / 1e3,
+        draft=draft_ngram if args.speculate else None,
+    )
+    name = args.name or os.path.basename(os.path.normpath(args.model))
+    settings = Settings(name, keys, (*LOCAL_HOSTS, *args.allow_host))
+
+    class Draining(uvicorn.Server):
+        """A server that ends when the engine fails, and that lets running requests end when it is told to end."""
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or engine.error is not None
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            closing = asyncio.to_thread(engine.close, args.drain_seconds)
+            await asyncio.gather(closing, super().shutdown(sockets))
+
+    config = uvicorn.Config(
+        Server(engine, settings).app,
+        host=args.host,
+        port=args.port,
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=1024,
+        timeout_graceful_shutdown=int(args.drain_seconds) + 5,
+    )
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()  # collections then skip what lives as long as the model
+    print(f"serving {name} at http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
+    Draining(config).run()
+    return 0 if engine.error is None else 1
