@@ -40,7 +40,10 @@ def completion(request: Request, choice: int = 0) -> list[int]:
 class FakeRunner:
     """A runner whose blocks hold tokens: a token whose past is not in its blocks raises AssertionError."""
 
+    is_paged = True
+
     def __init__(self, blocks: int) -> None:
+        self.blocks, self.max_tokens = blocks, min(1000, blocks * BLOCK)
         self.memory = np.full((1 + blocks, BLOCK), -1)
         self.steps: list[Step] = []
         self.before_step = lambda step: None
@@ -75,4 +78,4 @@ def make_engine(blocks: int = 40, **options: Any) -> tuple[Engine, FakeRunner]:
     ops = SimpleNamespace(prefill_chunk=128, device_index=HOST)
     tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})
     model = LanguageModel(config, SimpleNamespace(ops=ops), tokenizer, [STOP])
-    return Engine(model, make_runner=lambda _, tokens: (runner, blocks), **options), runner
+    return Engine(model, make_runner=lambda *_: runner, **options), runner

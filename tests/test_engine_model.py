@@ -15,6 +15,7 @@ from cupy_awq.llm.decoder.sampling import gumbel_noise
 from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.draft import draft_ngram
 from cupy_awq.llm.engine.row_sampler import RowSampler
+from cupy_awq.llm.engine.runner import SlotRunner
 from tests import llm_models
 
 PROMPTS = ["a", "The quick brown fox jumps over the lazy dog. " * 2, "x" * 40, "x" * 40 + "y", "1 2 3 4 5 6 7 8 9"]
@@ -176,10 +177,46 @@ def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
     assert draft_ngram([1], 4) == []
 
 
-def test_a_model_on_a_gpu_is_refused(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(model.model.ops), "make_pages", type(model.model.ops).__mro__[1].make_pages)
-    with pytest.raises(ValueError, match="device: expected a model on the CPU"):
-        Engine(model)
+def make_slots(model: LanguageModel, max_rows: int, cache_tokens: int | None) -> SlotRunner:
+    return SlotRunner(model.model, model.config.context, max_rows, cache_tokens)
+
+
+def test_slots_of_a_contiguous_cache_give_the_same_texts(model: LanguageModel) -> None:
+    """A model on a GPU runs in this way; the slots are filled, emptied and filled again."""
+    with Engine(model) as engine:
+        wanted = submit_all(engine)
+    with Engine(model, max_rows=5, max_chunk=40, make_runner=make_slots) as engine:
+        assert submit_all(engine) == wanted
+        assert submit_all(engine) == wanted
+        stats = engine.stats()
+        assert (stats.cached_tokens, stats.preemptions) == (0, 0)
+
+
+def test_slots_end_sequences_at_their_capacity_and_refuse_drafts(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"raw": True, "max_tokens": 500, "ignore_stop_tokens": True}
+    with Engine(model, max_rows=3, cache_tokens=3 * 50, make_runner=make_slots) as engine:
+        answers = [engine.submit("x" * size, **options) for size in (1, 20, 49, 30, 7)]
+        assert [len(answer.result()[0].tokens) for answer in answers] == [49, 30, 1, 20, 43]
+        with pytest.raises(ValueError, match="prompt: expected fewer tokens than the context of 50, got 50"):
+            engine.submit("x" * 50, raw=True)
+    with pytest.raises(ValueError, match="draft: expected None for a model on a GPU"):
+        Engine(model, draft=draft_ngram, make_runner=make_slots)
+    make_cache = type(model.model.ops).make_cache
+
+    def make_small(ops: Any, sequences: int, capacity: int) -> Any:
+        if capacity > 70:
+            raise ValueError("KV cache: too large")
+        return make_cache(ops, sequences, capacity)
+
+    monkeypatch.setattr(type(model.model.ops), "make_cache", make_small)
+    assert make_slots(model, 2, None).max_tokens == 64
+    with pytest.raises(ValueError, match="KV cache"):
+        make_slots(model, 2, 1000)
+
+
+def test_rows_are_at_least_one(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="max_rows: expected at least 1, got 0"):
         Engine(model, max_rows=0)
 

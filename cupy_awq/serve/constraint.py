@@ -18,6 +18,9 @@ from cupy_awq.llm import LanguageModel
 MAX_SOURCE_BYTES = 1 << 16
 """The largest size of a schema, a regular expression or a grammar in bytes."""
 
+JSON_OPTIONS: Any = {"coerce_one_of": True, "whitespace_pattern": r"[ \n]{0,16}"}
+"""The options of JSON schemas: oneOf is read as anyOf; white space, which small models repeat forever, is limited."""
+
 MAX_CACHED = 64
 """The number of compiled grammars that are kept."""
 
@@ -58,7 +61,7 @@ class Grammars:
         if len(text) > MAX_SOURCE_BYTES:
             raise ValueError(f"grammar: expected at most {MAX_SOURCE_BYTES} characters, got {len(text)}")
         convert: dict[str, Callable[[str], str]] = {
-            "json": lambda text: LLMatcher.grammar_from_json_schema(text, overrides={"coerce_one_of": True}),
+            "json": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS),
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }

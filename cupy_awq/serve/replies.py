@@ -106,11 +106,20 @@ class Reply:
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.token_bytes(token)
+        data = self._bytes(token)
         return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
     def _text(self, token: int) -> str:
-        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+        """Return the text of a token; that of a part of a character names the bytes, as in OpenAI's protocol."""
+        data = self._bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token: int) -> bytes:
+        special = (text for text, i in self.tokenizer.special_ids.items() if i == token)
+        return self.tokenizer.token_bytes(token) or next(special, "").encode()
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import os
 import sys
@@ -55,10 +54,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        import uvicorn
-
-        from cupy_awq.serve.http import Protocol
-        from cupy_awq.serve.server import LOCAL_HOSTS, Server, Settings
+        from cupy_awq.serve.listener import Listener
+        from cupy_awq.serve.server import LOCAL_HOSTS, Settings
     except ImportError as error:
         raise ValueError(
             f'{error.name}: expected an installed package, got none: pip install "cupy-awq[serve]"'
@@ -80,32 +77,11 @@ def _serve(args: argparse.Namespace) -> int:
     name = args.name or os.path.basename(os.path.normpath(args.model))
     settings = Settings(name, keys, (*LOCAL_HOSTS, *args.allow_host))
 
-    class Draining(uvicorn.Server):
-        """A server that ends when the engine fails, and that lets running requests end when it is told to end."""
-
-        async def on_tick(self, counter: int) -> bool:
-            return await super().on_tick(counter) or engine.error is not None
-
-        async def shutdown(self, sockets: Any = None) -> None:
-            closing = asyncio.to_thread(engine.close, args.drain_seconds)
-            await asyncio.gather(closing, super().shutdown(sockets))
-
-    config = uvicorn.Config(
-        Server(engine, settings).app,
-        host=args.host,
-        port=args.port,
-        http=Protocol,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=1024,
-        timeout_graceful_shutdown=int(args.drain_seconds) + 5,
-    )
+    address = {"host": args.host, "port": args.port, "drain_seconds": args.drain_seconds}
+    listener = Listener(engine, settings, **address)
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # collections then skip what lives as long as the model
     print(f"serving {name} at http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
-    Draining(config).run()
+    listener.run()
     return 0 if engine.error is None else 1

@@ -90,9 +90,9 @@ class KvState:
         """Return the size in bytes of the keys and values of ``sequences`` x ``tokens`` tokens."""
         return 2 * sequences * tokens * spec.kv_width * itemsize
 
-    def select(self, i: int) -> KvState:
-        """Return the state of sequence ``i`` as one of batch size 1 that shares its memory."""
-        return KvState(self.k[i : i + 1], self.v[i : i + 1])
+    def select(self, sequences: slice) -> KvState:
+        """Return the state of some sequences, which shares its memory."""
+        return KvState(self.k[sequences], self.v[sequences])
 
     def append(self, run: Run, k: Array, v: Array) -> None:
         """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""
@@ -165,9 +165,12 @@ class Cache:
 
     def select_sequence(self, i: int) -> Cache:
         """Return sequence ``i`` as a cache of batch size 1 that shares the memory of this cache."""
-        one = slice(i, i + 1)
-        layers = tuple(state.select(i) for state in self.layers)
-        return replace(self, layers=layers, lengths=self.lengths[one], tokens=self.tokens[one])
+        return self.select(slice(i, i + 1))
+
+    def select(self, sequences: slice) -> Cache:
+        """Return some sequences as a cache that shares the memory of this cache."""
+        layers = tuple(state.select(sequences) for state in self.layers)
+        return replace(self, layers=layers, lengths=self.lengths[sequences], tokens=self.tokens[sequences])
 
     def reuse_prefix(self, i: int, prompt: Sequence[int]) -> int:
         """Truncate sequence ``i`` to the longest prefix that it can share with ``prompt``; return the new length.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -20,11 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cupy_awq.check import HOST
 from cupy_awq.llm.decoder.block_pool import BLOCK, BlockPool
 from cupy_awq.llm.engine.generation import Generation
 from cupy_awq.llm.engine.request import QueueFullError, Request, TokenChoice
 from cupy_awq.llm.engine.row_sampler import RowSampler
-from cupy_awq.llm.engine.runner import Outcome, PagedRunner, Runner
+from cupy_awq.llm.engine.runner import Outcome, PagedRunner, Runner, SlotRunner
 from cupy_awq.llm.engine.scheduler import Draft, Scheduler, Sequence
 from cupy_awq.llm.generate_arguments import Prompt, show_count
 from cupy_awq.llm.language_model import LanguageModel
@@ -81,7 +83,10 @@ class _Row:
 
 
 class Engine:
-    """An engine for a model on the CPU. It is a context manager; threads may share it.
+    """An engine for a model. It is a context manager; threads may share it.
+
+    On the CPU, sequences share one paged cache, and prompts reuse the prefixes of earlier ones. On a GPU, each of
+    ``max_rows`` sequences has a contiguous part of the cache, and prefixes are not reused.
 
     Text does not depend on other requests if the model was loaded with ``batch_invariant=True``; else the bits of
     logits, and so the choice between two almost equally likely tokens, depend on the rows of a step.
@@ -90,16 +95,15 @@ class Engine:
         model: the model, which nothing else may use until `close`.
         max_rows: the largest number of sequences in a step.
         cache_tokens: the number of tokens whose keys and values fit into the cache; by default those that fit into an
-            eighth of the memory.
+            eighth of the memory, or into the free memory of a GPU.
         inter_token_seconds: the bound for the time between two tokens while prompts of others run.
         max_chunk: the largest number of prompt tokens per step; by default that of the model's back end.
         draft: a function that guesses tokens, such as `draft.draft_ngram`, or None. It changes no text with a
             batch-invariant model.
-        make_runner: a function from the model and the number of tokens in the cache, or None, to a runner and the
-            number of blocks; for tests.
+        make_runner: a function from the model, ``max_rows`` and ``cache_tokens`` to a runner; for tests.
 
     Raises:
-        ValueError: the model is on a GPU, or the cache does not fit into memory.
+        ValueError: the cache does not fit into memory, or ``draft`` is given for a model on a GPU.
 
     Example::
 
@@ -117,21 +121,24 @@ class Engine:
         inter_token_seconds: float = 0.05,
         max_chunk: int | None = None,
         draft: Draft | None = None,
-        make_runner: Callable[[LanguageModel, int | None], tuple[Runner, int]] | None = None,
+        make_runner: Callable[[LanguageModel, int, int | None], Runner] | None = None,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("cache_tokens", cache_tokens), ("max_chunk", max_chunk)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.model, self.max_rows = model, max_rows
-        self._runner, blocks = (make_runner or _make_paged_runner)(model, cache_tokens)
+        self._runner = (make_runner or _make_runner)(model, max_rows, cache_tokens)
+        if draft is not None and not self._runner.is_paged:
+            raise ValueError("draft: expected None for a model on a GPU, got a function")
         self._scheduler = Scheduler(
-            BlockPool(1 + blocks),
+            BlockPool(1 + self._runner.blocks),
             max_rows=max_rows,
             max_chunk=max_chunk or model.model.ops.prefill_chunk,
             inter_token_seconds=inter_token_seconds,
             draft=draft,
         )
-        self.max_tokens = min(model.config.context, blocks * BLOCK)
+        self.max_tokens = self._runner.max_tokens
+        self._numbers = itertools.count()
         self._rows: dict[Sequence, _Row] = {}
         self._samplers: dict[Sequence, RowSampler] = {}
         self._sequences: dict[Generation, list[Sequence]] = {}
@@ -282,6 +289,8 @@ class Engine:
         stop_ids = self.model.stop_ids | {special[text] for text in request.stop if text in special}
         self._sequences[generation] = sequences
         for sequence in sequences:
+            if not self._runner.is_paged:
+                sequence.table.salt = str(next(self._numbers))  # so no other sequence has its prefixes
             stream = tokenizer.stream(request.prompt if request.continues else ())
             ends = frozenset() if request.ignore_stop_tokens else stop_ids
             self._rows[sequence] = _Row(generation, stream, Detokenizer(stream, request.stop), ends)
@@ -389,7 +398,8 @@ def _set_all(events: Iterable[asyncio.Event]) -> None:
         event.set()
 
 
-def _make_paged_runner(model: LanguageModel, cache_tokens: int | None) -> tuple[Runner, int]:
+def _make_runner(model: LanguageModel, max_rows: int, cache_tokens: int | None) -> Runner:
     with placement.use_device(model.model.ops.device_index):
-        pages = model.model.ops.make_pages(cache_tokens, model.config.context)
-    return PagedRunner(model.model, pages), pages.blocks
+        if model.model.ops.device_index == HOST:
+            return PagedRunner(model.model, model.config.context, cache_tokens)
+        return SlotRunner(model.model, model.config.context, max_rows, cache_tokens)

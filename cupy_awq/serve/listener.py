@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Listener`: the application on a port."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+
+from cupy_awq.llm import Engine
+from cupy_awq.serve.http import Protocol
+from cupy_awq.serve.server import Server, Settings
+
+MAX_CONNECTIONS = 1024
+"""The number of connections beyond which requests get the status 503."""
+
+
+class Listener(uvicorn.Server):
+    """A server on a port. Call `run`; it ends by SIGINT or SIGTERM, or when the engine fails.
+
+    Args:
+        engine: the engine, which is closed at the end.
+        settings: the settings of the endpoints.
+        host, port: the address; port 0 is a free one.
+        drain_seconds: the time in seconds that running requests get at the end.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, *, host: str = "127.0.0.1", port: int = 0, drain_seconds: float = 0.0
+    ) -> None:
+        self._engine, self._drain_seconds = engine, drain_seconds
+        super().__init__(
+            uvicorn.Config(
+                Server(engine, settings).app,
+                host=host,
+                port=port,
+                http=Protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_graceful_shutdown=int(drain_seconds) + 5,
+            )
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether the server ends."""
+        return await super().on_tick(counter) or self._engine.error is not None
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Accept no connections, let running requests end, and close the engine."""
+        closing = asyncio.to_thread(self._engine.close, self._drain_seconds)
+        await asyncio.gather(closing, super().shutdown(sockets))

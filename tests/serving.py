@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server on loopback in a thread of the test, and a client of it by sockets alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from cupy_awq.llm import Engine
+from cupy_awq.serve.listener import Listener
+from cupy_awq.serve.server import Settings
+
+
+class Running:
+    """A running server; a context manager."""
+
+    def __init__(self, engine: Engine, drain_seconds: float = 0.0, **settings: Any) -> None:
+        self.engine = engine
+        self.listener = Listener(engine, Settings("tiny", **settings), drain_seconds=drain_seconds)
+        self._thread = threading.Thread(target=self.listener.run)
+        self._thread.start()
+        while not self.listener.started:
+            time.sleep(1e-3)
+        self.port = self.listener.servers[0].sockets[0].getsockname()[1]
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self.listener.should_exit = True
+        self._thread.join()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of the reply; ``body`` is JSON unless it is bytes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        reply = connection.getresponse()
+        content = reply.read()
+        connection.close()
+        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, content
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Return the status and the parsed reply."""
+        status, _, content = self.request("POST", path, body, headers)
+        return status, json.loads(content)
+
+    def chat(self, text: str = "Hello", **options: Any) -> tuple[int, Any]:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "temperature": 0, **options}
+        return self.post("/v1/chat/completions", {"max_tokens": 8, **body})
+
+    def complete(self, prompt: Any = "Hello", **options: Any) -> tuple[int, Any]:
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 8, **options}
+        return self.post("/v1/completions", body)
+
+    def stream(self, path: str, body: Any) -> Iterator[Any]:
+        """Yield the events of a stream; the last is "[DONE]" if it is complete."""
+        status, headers, content = self.request("POST", path, body | {"stream": True})
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        for event in content.decode().split("\n\n")[:-1]:
+            data = event.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+    def wait_until_idle(self, seconds: float = 10.0) -> None:
+        """Wait until no request runs and all blocks are free."""
+        end = time.monotonic() + seconds
+        while (stats := self.engine.stats()).running or stats.waiting or self.engine._sequences:
+            assert time.monotonic() < end, stats
+            time.sleep(1e-3)
+        assert stats.free_blocks == stats.blocks
