@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import h11
@@ -97,25 +97,27 @@ class EventStream:
     """A response of server-sent events, which ends early if the client leaves or stops reading.
 
     Args:
-        events: the data of the events; it is closed in any case.
+        events: the data of the events.
+        on_end: a function that is called at the end in any case, even if no event was asked for.
     """
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        self._events = events
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+        self._events, self._on_end = events, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await until_disconnect(receive, self._send_all(send))
+        try:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await until_disconnect(receive, self._send_all(send))
+        finally:
+            self._on_end()
+            await self._events.aclose()
 
-    async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def _send_all(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         headers.append((b"x-accel-buffering", b"no"))
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for event in self._events:
-                message = {"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True}
-                await asyncio.wait_for(send(message), SEND_SECONDS)
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            await self._events.aclose()  # type: ignore[attr-defined]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self._events:
+            message = {"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True}
+            await asyncio.wait_for(send(message), SEND_SECONDS)
+        await send({"type": "http.response.body", "body": b""})

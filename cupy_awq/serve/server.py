@@ -9,7 +9,7 @@ import functools
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import msgspec
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -29,6 +29,11 @@ from cupy_awq.serve.constraint import Grammars
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.http import EventStream, read_body, until_disconnect
 from cupy_awq.serve.replies import Reply
+
+Indexed = tuple[int, Delta]
+"""The index of a prompt, and a delta of one of its completions."""
+
+Deltas = AsyncGenerator[Indexed, None]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine. A server without keys answers to them alone, so no web page reaches it by a name of its
@@ -88,7 +93,7 @@ class Server:
             Route("/metrics", self._guard(self._metrics), methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
         ]
-        handlers: dict[Any, Any] = {404: self._not_found, 405: self._not_found}
+        handlers: dict[Any, Any] = {404: self._not_found, 405: self._not_found, Exception: self._fail}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     def _guard(self, endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
@@ -108,6 +113,9 @@ class Server:
             except (ValueError, TypeError) as error:
                 status = 400
                 return _error(ApiError.from_value_error(error))
+            except ClientDisconnect:
+                status = 499
+                return _json({}, status)  # nobody reads it
             except MemoryError:
                 status = 503
                 return _error(ApiError(503, "memory: expected enough for the request, got none"))
@@ -148,6 +156,9 @@ class Server:
     async def _not_found(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         return _error(ApiError(status, f"path: expected a known one, got {request.url.path!r:.80}"))
+
+    async def _fail(self, request: Request, error: Exception) -> Response:
+        return _error(ApiError(500, "server: expected no error in itself, got one; its log has more"))
 
     def _describe(self) -> dict[str, Any]:
         context = {"max_model_len": self._engine.max_tokens}
@@ -216,12 +227,11 @@ class Server:
             _cancel(generations)
             raise
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_events(reply, first, deltas, generations, has_usage))
+        events = _events(reply, first, deltas, generations, has_usage)
+        return EventStream(events, functools.partial(_cancel, generations))
 
-    async def _reply(
-        self, request: Request, reply: Reply, deltas: AsyncIterator[tuple[int, Delta]], generations: list[Generation]
-    ) -> Response:
-        async def collect() -> list[tuple[int, Delta]]:
+    async def _reply(self, request: Request, reply: Reply, deltas: Deltas, generations: list[Generation]) -> Response:
+        async def collect() -> list[Indexed]:
             return [(i, replies.check(delta)) async for i, delta in deltas]
 
         found = await until_disconnect(request.receive, collect())
@@ -230,12 +240,10 @@ class Server:
             return _json({}, 499)  # nobody reads it
         return _json(reply.whole(found, generations))
 
-    async def _measure(
-        self, deltas: AsyncIterator[tuple[int, Delta]], began: float
-    ) -> AsyncIterator[tuple[int, Delta]]:
+    async def _measure(self, deltas: Deltas, began: float) -> Deltas:
         """Yield the deltas, and record the times of the first and the last."""
         is_first = True
-        async with contextlib.aclosing(deltas):  # type: ignore[type-var]
+        async with contextlib.aclosing(deltas):
             async for pair in deltas:
                 if is_first:
                     self._first_token.observe(time.monotonic() - began)
@@ -253,7 +261,7 @@ class Server:
         return hashlib.sha256(self._key(request).encode()).hexdigest() if self._settings.keys else ""
 
 
-async def _merge(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+async def _merge(generations: Sequence[Generation]) -> Deltas:
     """Yield (index, delta) of all generations in the order in which they come."""
     queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue(1)  # a slow reader leaves deltas to be joined
 
@@ -277,27 +285,20 @@ async def _merge(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
 
 
 async def _events(
-    reply: Reply,
-    first: tuple[int, Delta],
-    deltas: AsyncIterator[tuple[int, Delta]],
-    generations: Sequence[Generation],
-    has_usage: bool,
-) -> AsyncIterator[bytes]:
-    """Yield the events of a stream; an error is the last event. Cancel the generations at the end."""
+    reply: Reply, first: Indexed, deltas: Deltas, generations: Sequence[Generation], has_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream; an error is the last event."""
     extra = {"usage": None} if has_usage else {}
     try:
         yield msgspec.json.encode(reply.chunk(*first) | extra)
-        async for i, delta in deltas:
-            yield msgspec.json.encode(reply.chunk(i, replies.check(delta)) | extra)
+        async with contextlib.aclosing(deltas):
+            async for i, delta in deltas:
+                yield msgspec.json.encode(reply.chunk(i, replies.check(delta)) | extra)
         if has_usage:
             yield msgspec.json.encode(reply.last(generations))
         yield b"[DONE]"
     except ApiError as error:
         yield msgspec.json.encode(error.to_json())
-    finally:
-        _cancel(generations)
-        with contextlib.suppress(RuntimeError):
-            await deltas.aclose()  # type: ignore[attr-defined]
 
 
 def _cancel(generations: Sequence[Generation]) -> None:
