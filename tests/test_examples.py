@@ -31,10 +31,11 @@ EXAMPLES = {
     "quantize_language_model.py": "generated 4 tokens",
     "run_checkpoint_layer.py": "-> y (4, 576) float16",
     "score_text.py": "The capital of France is Banana.",
+    "serve_many_prompts.py": "The capital of France is Paris.",
     "use_own_stream.py": "y (8, 256)",
 }
 """A part of the expected output, by script."""
-NEEDS_MODEL = {"chat.py", "score_text.py"}
+NEEDS_MODEL = {"chat.py", "score_text.py", "serve_many_prompts.py"}
 """The scripts that run SmolLM2, which takes seconds on a CPU."""
 MAX_LINES = 50
 
