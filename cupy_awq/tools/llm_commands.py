@@ -34,7 +34,16 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     generate.add_argument("model", metavar="MODEL", help=MODEL)
     generate.add_argument(
-        "prompts", metavar="PROMPT", nargs="+", type=_text, help="a user's message; several run as one batch"
+        "prompts", metavar="PROMPT", nargs="*", type=_text, help="a user's message; several run as one batch"
+    )
+    generate.add_argument(
+        "--input",
+        metavar="FILE",
+        type=Path,
+        help='prompts instead: lines of JSON {"id": ..., "prompt": text or messages}',
+    )
+    generate.add_argument(
+        "--output", metavar="FILE", type=Path, help="the answers to --input; a second run answers what is missing"
     )
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     generate.add_argument(
@@ -121,7 +130,18 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     sampling = _sampling(args)
+    if (args.input is None) != (args.output is None) or (args.input is None) != bool(args.prompts):
+        raise ValueError("generate: expected prompts, or --input and --output")
     model = _load(args.model, args.device)
+    if args.input is not None:
+        from cupy_awq.tools import generate_file
+
+        options = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": tuple(args.stop)}
+        options |= {"special_tokens": args.special_tokens, "template_args": dict(args.template_arg)}
+        failed = generate_file.run(model, args.input, args.output, args.raw, options)
+        if failed:
+            print(f"generate: {failed} prompts have an error instead of an answer", file=sys.stderr)
+        return int(failed > 0)
     alone = len(args.prompts) == 1
     options = {
         "raw": args.raw,

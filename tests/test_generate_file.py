@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `generate --input --output`: every prompt is answered once, also by a run that goes on after another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupy_awq import llm
+from cupy_awq.tools.command_line import main
+from tests import llm_models
+
+
+def write(path: Path, entries: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llm_models.folder(tmp_path_factory.mktemp("model") / "m", llm_models.LLAMA)
+
+
+def generate(folder: Path, source: Path, target: Path) -> int:
+    options = ["--device", "cpu", "--max-tokens", "5"]
+    return main(["generate", str(folder), "--input", str(source), "--output", str(target), *options])
+
+
+def test_prompts_are_answered_in_order_and_once(folder: Path, tmp_path: Path) -> None:
+    texts = [f"{i} é" for i in range(150)]  # more than run at the same time
+    source = write(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": text} for i, text in enumerate(texts)])
+    target = tmp_path / "out.jsonl"
+    assert generate(folder, source, target) == 0
+    answers = read(target)
+    assert [answer["id"] for answer in answers] == [f"p{i}" for i in range(150)]
+    wanted = llm.load(folder, device="cpu").generate(texts[7], max_tokens=5)[0]
+    assert answers[7] == {"id": "p7", "text": wanted.text, "reason": wanted.reason, "tokens": len(wanted.tokens)}
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:100]) + lines[100][:9])  # a run that was killed
+    assert generate(folder, source, target) == 0
+    assert read(target) == answers
+    assert generate(folder, source, target) == 0
+    assert read(target) == answers
+
+
+def test_invalid_prompts_have_errors_and_others_have_answers(folder: Path, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    source = write(tmp_path / "in.jsonl", [{"prompt": messages}, {"prompt": "x" * 900}, {"prompt": 7}, {"prompt": "y"}])
+    assert generate(folder, source, tmp_path / "out.jsonl") == 1
+    found = read(tmp_path / "out.jsonl")
+    assert [answer["id"] for answer in found] == [1, 2, 3, 4]
+    assert ["error" in answer for answer in found] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["x"], "line 1: expected an object with a prompt, got AttributeError"),
+        ([{"id": 1}], "line 1: expected an object with a prompt, got KeyError"),
+        ([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], "line 2: expected an id of its own, got 1 again"),
+    ],
+)
+def test_files_that_are_no_prompts_are_refused(
+    folder: Path, tmp_path: Path, lines: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(folder, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl") == 2
+    assert message in capsys.readouterr().err
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    assert generate(folder, write(tmp_path / "in.jsonl", [{"prompt": "x"}]), tmp_path / "out.jsonl") == 2
+    assert "expected answers of an earlier run, got KeyError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["x", "--input", "a", "--output", "b"], ["--input", "a"], ["x", "--output", "b"]]
+)
+def test_prompts_come_from_one_place(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(folder), *arguments]) == 2
+    assert "generate: expected prompts, or --input and --output" in capsys.readouterr().err
