@@ -302,8 +302,9 @@ class Engine:
         step = self._scheduler.next_step(time.monotonic())
         if step is None:
             return
-        for part in step.parts:
-            self._leave_queue(part.sequence)
+        if self._queued:
+            for part in step.parts:
+                self._leave_queue(part.sequence)
         began = time.monotonic()
         try:
             outcomes = self._runner.run(step, self._samplers)
@@ -335,11 +336,12 @@ class Engine:
         row, request = self._rows[sequence], sequence.request
         kept: list[TokenChoice] = []
         text, reason = "", ""
+        step = row.detokenizer.step if request.stop else row.stream.step  # the search for stop strings takes time
         for choice in outcome.tokens:
             kept.append(choice)
             row.count += 1
             is_stop = choice.token in row.stop_ids
-            text += "" if is_stop else row.detokenizer.step(choice.token)
+            text += "" if is_stop else step(choice.token)
             if is_stop or row.detokenizer.stopped:
                 reason = "stop"
             elif len(request.prompt) + row.count >= sequence.limit:

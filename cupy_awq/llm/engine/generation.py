@@ -89,7 +89,9 @@ class Generation:
         with self._changed:
             if choice not in self._unfinished:
                 return None
-            delta = self._pending.setdefault(choice, Delta(choice))
+            delta = self._pending.get(choice)
+            if delta is None:
+                delta = self._pending[choice] = Delta(choice)
             delta.text += text
             delta.tokens += tokens
             delta.reason, delta.error = reason, error

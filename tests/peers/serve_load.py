@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load on a running OpenAI-compatible server: a fixed number of clients, each with one request after the other.
+
+python -m cupy_awq serve Qwen3-8B-AWQ/ --port 8000 &
+python -m tests.peers.serve_load --port 8000 --clients 1 4 16 64 --prompt-tokens 128 --tokens 1024
+
+Prompts are random tokens, other ones in each request, so no server finds them in a prefix cache. The columns: output
+tokens per second of all clients; the time to the first token, median and 95th percentile; and the time between two
+events of a stream, median and 99th percentile, where a server may put several tokens into one event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cupy_awq.tools.table import render
+
+
+@dataclass
+class Result:
+    """The times of all requests of a run, in seconds."""
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+async def request(port: int, body: dict[str, Any], key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request and read the headers of its reply."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    status = await reader.readline()
+    while (await reader.readline()).strip():
+        pass
+    if b" 200 " not in status:
+        raise ValueError(f"server: expected the status 200, got {status!r} {await reader.read(2000)!r}")
+    return reader, writer
+
+
+async def run_one(args: argparse.Namespace, seed: int, result: Result) -> None:
+    """Run one request and record its times."""
+    generator = random.Random(seed)
+    prompt = [generator.randrange(args.vocab) for _ in range(args.prompt_tokens)]
+    body = {"model": args.model, "prompt": prompt, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    last = began = time.perf_counter()
+    reader, writer = await request(args.port, body, args.key)
+    is_first = True
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        event, now = json.loads(line[6:]), time.perf_counter()
+        if "error" in event:
+            raise ValueError(f"server: expected tokens, got {event['error']}")
+        if event["choices"]:
+            (result.first if is_first else result.between).append(now - (began if is_first else last))
+            is_first, last = False, now
+        elif event.get("usage"):
+            result.tokens += event["usage"]["completion_tokens"]
+    writer.close()
+
+
+async def run(args: argparse.Namespace, clients: int) -> list[str]:
+    """Run some clients, each with ``args.requests`` requests, and return a row of the table."""
+    result = Result()
+
+    async def client(number: int) -> None:
+        for i in range(args.requests):
+            await run_one(args, args.seed + 1000 * number + i, result)
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(client, range(clients)))
+    rate = result.tokens / (time.perf_counter() - began)
+    times = [percentile(result.first, 50), percentile(result.first, 95)]
+    times += [percentile(result.between, 50), percentile(result.between, 99)]
+    return [str(clients), f"{rate:.0f}", *(f"{1e3 * seconds:.2f}" for seconds in times)]
+
+
+def percentile(values: list[float], part: int) -> float:
+    """Return a percentile, 0 without values."""
+    return sorted(values)[min(len(values) - 1, len(values) * part // 100)] if values else 0.0
+
+
+def main() -> None:
+    """Parse the arguments, warm up and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", help="by default the first of /v1/models")
+    parser.add_argument("--key", default="none", help="the API key")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--requests", type=int, default=2, help="requests per client")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=1024, help="output tokens per request")
+    parser.add_argument("--vocab", type=int, default=10_000, help="prompts have tokens below this")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.model is None:
+        import urllib.request
+
+        models = urllib.request.Request(
+            f"http://127.0.0.1:{args.port}/v1/models", headers={"Authorization": f"Bearer {args.key}"}
+        )
+        with urllib.request.urlopen(models) as reply:
+            args.model = json.load(reply)["data"][0]["id"]
+    asyncio.run(run_one(args, -1, Result()))
+    rows = [asyncio.run(run(args, clients)) for clients in args.clients]
+    heads = ("clients", "tokens/s", "first ms", "p95", "between ms", "p99")
+    print(render(heads, rows))
+
+
+if __name__ == "__main__":
+    main()
