@@ -20,8 +20,8 @@
 //
 // The kernel computes y^T = W^T x^T: the weight is operand A, which a warp converts in registers once for all BLOCK_M
 // rows of x; x is operand B, loaded by ldmatrix. A warp computes WEIGHT_TILES * 32 columns of the CTA tile. WARPS_N
-// warps are a slice: they share a ring of STAGES stages, which they fill, and compute every WARPS_K-th weight tile along
-// K. With few rows of x, a slice is a single warp, which needs no barrier in the main loop.
+// warps are a slice: they share a ring of STAGES stages, which they fill, and compute every WARPS_K-th weight tile
+// along K. With few rows of x, a slice is a single warp, which needs no barrier in the main loop.
 //
 // The main loop loads and converts the operands of a step of 16 k during the mma of the preceding step. Before the last
 // step of a stage, all operands of the stage are in registers, so there

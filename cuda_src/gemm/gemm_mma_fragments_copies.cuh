@@ -84,8 +84,8 @@ class Copies {
 
   static __device__ __forceinline__ int thread_in_slice() { return threadIdx.x % C::kSliceThreads; }
 
-  // Calls copy(i, target, source, is_valid) for the i-th vector of 16 bytes that this thread copies of a stage. `target`
-  // is relative to the stage; the vector is zero if it is not valid.
+  // Calls copy(i, target, source, is_valid) for the i-th vector of 16 bytes of a stage that this thread copies.
+  // `target` is relative to the stage; the vector is zero if it is not valid.
   template <int PART, class Copy>
   __device__ __forceinline__ void for_each(const Copy& copy) const {
 #pragma unroll

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_75: with float16 x, and copies through registers. gemm_mma.cuh describes the arguments.
+// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_75: with float16 x, and copies through registers.
+// gemm_mma.cuh describes the arguments.
 #include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "gemm/gemm_mma_config.cuh"
