@@ -31,8 +31,8 @@ FAMILY = FAMILIES["gemm_mma_fragments"]
 def scaled(problem: Problem) -> Problem:
     """Return the problem with the range of the scales that `check_matmul` draws for it."""
     bounds = (np.array([1.5, 0.5]) / (8 * np.sqrt(problem.k))).astype(DTYPES[problem.scales_dtype]).astype(float)
-    exponent, wide, even = scale_range(*bounds, max_exponent=15)
-    return replace(problem, scale_exponent=exponent, wide_scales=wide, even_scales=even)
+    exponent, wide = scale_range(*bounds, max_exponent=15)
+    return replace(problem, scale_exponent=exponent, wide_scales=wide)
 
 
 def few_sms(arch: int, backend: str, sms: int) -> device.Device:
@@ -66,7 +66,7 @@ def test_any_problem(backend: str, data: st.DataObject) -> None:
     )
     problem = scaled(problem)
     if data.draw(st.booleans()):
-        problem = replace(problem, even_scales=False, wide_scales=data.draw(st.booleans()))
+        problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = few_sms(arch, backend, data.draw(st.sampled_from([2, 4, 9])))
     config = data.draw(st.sampled_from(FAMILY.configs(problem, here)))
     pad = data.draw(st.sampled_from([0, 8]))
@@ -214,7 +214,6 @@ def test_every_problem_has_configurations_that_fit(arch: int, group_size: int, g
         for fields in (
             {},
             {"wide_scales": True},
-            {"even_scales": True},
             {"dtype": "bfloat16"},
             {"batch_invariant": True},
         ):
@@ -249,12 +248,12 @@ def test_a_layer_takes_the_kernel_for_the_repacked_layout(arch: int, k: int, n: 
         (80, Problem(16, 4096, 4096, 32, "bfloat16", layouts=(AWQ, FRAGMENTS))),
         (80, Problem(32, 4096, 4096, 16, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))),
         (80, Problem(64, 4096, 4096, 128, "bfloat16", residual=True, layouts=(AWQ, FRAGMENTS))),
-        (80, Problem(128, 4096, 4096, 128, even_scales=True, layouts=(AWQ, FRAGMENTS))),
+        (80, Problem(128, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))),
         (75, Problem(1, 4096, 4096, 16, layouts=(AWQ, FRAGMENTS))),
         (75, Problem(16, 4096, 4096, 128, residual=True, layouts=(AWQ, FRAGMENTS))),
         (75, Problem(32, 4096, 4096, 128, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))),
         (75, Problem(64, 4096, 4096, 64, layouts=(AWQ, FRAGMENTS))),
-        (75, Problem(128, 4096, 4096, 128, even_scales=True, layouts=(AWQ, FRAGMENTS))),
+        (75, Problem(128, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))),
         (80, Problem(8, 4096, 4096, 128, layouts=(FRAGMENTS,), fusion=Fusion("add_to_stream"))),
         (80, Problem(16, 8192, 4096, 128, gated=True, layouts=(FRAGMENTS,), fusion=Fusion("rms_norm_x"))),
     ],

@@ -69,44 +69,12 @@ __device__ __forceinline__ void sync_slice(int slice) {
   }
 }
 
-// Converts codes to operand A with one fma: a value is (q * s - z * s) * factor * 2^-15, where z * s is rounded to
-// float16 and the difference is rounded again. `factor` moves the largest scale to at most 64, so that no intermediate
-// value overflows. As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four
-// bits higher is q * 2^-20; the former are those of column g, the latter those of column g + 8.
-struct FusedCodes {
-  static constexpr float kUnit = 32768.0f;
-  static constexpr uint32_t kScaleFactors = 0x50006000u;  // 2^5 and 2^9: exponents 20 and 24, << 10
-  static constexpr uint32_t kZeroFactor = 0x82008200u;    // -2^-15, a subnormal
-  static constexpr uint32_t kMinus1024 = 0xe400e400u;
-  static constexpr uint32_t kOne = 0x3c003c00u;
-
-  uint32_t scales, zeros;
-
-  FusedCodes() = default;
-  template <class C>
-  __device__ __forceinline__ FusedCodes(const Group<C>& group, float factor) {
-    const uint32_t scaled = pack<half_t>(group.scale(0) * factor, group.scale(1) * factor);
-    scales = ptx::mul_f16x2(scaled, kScaleFactors);
-    const uint32_t z = ptx::fma_f16x2(__byte_perm(group.zeros, 0x64u, 0x4140), kOne, kMinus1024);
-    zeros = ptx::mul_f16x2(ptx::mul_f16x2(z, scaled), kZeroFactor);
-  }
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const uint32_t part = word >> (8 * upper);
-      a[2 * upper] = ptx::fma_f16x2(part & 0x000f000fu, ptx::twice<0>(scales), ptx::twice<0>(zeros));
-      a[2 * upper + 1] = ptx::fma_f16x2(part & 0x00f000f0u, ptx::twice<1>(scales), ptx::twice<1>(zeros));
-    }
-  }
-};
-
 // The parameters of one group for the 16 columns of an mma tile.
 template <class C>
 struct GroupOperands {
   using T = typename C::T;
 
   ScaledCodes<T, C> scaled;  // kScaled
-  FusedCodes fused;          // kFused
   uint32_t zeros;            // kExact: in the form that ExactCodes takes
   float scales[2];           // kExact: of columns g and g + 8
 
@@ -114,8 +82,6 @@ struct GroupOperands {
   __device__ __forceinline__ GroupOperands(const Group<C>& group, const typename ScaledCodes<T, C>::Factor& factor) {
     if constexpr (C::kMath == Math::kScaled) {
       scaled = ScaledCodes<T, C>(group, factor);
-    } else if constexpr (C::kMath == Math::kFused) {
-      fused = FusedCodes(group, factor.value);
     } else {
       zeros = ExactCodes<T>::zeros(group.zeros);
       scales[0] = group.scale(0);
@@ -125,12 +91,10 @@ struct GroupOperands {
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
     if constexpr (C::kMath == Math::kExact) ExactCodes<T>::convert(a, word, zeros);
     if constexpr (C::kMath == Math::kScaled) scaled.convert(a, word);
-    if constexpr (C::kMath == Math::kFused) fused.convert(a, word);
   }
   // Returns the factor of the accumulators.
   static __device__ __forceinline__ float unit(float result_factor) {
     if constexpr (C::kMath == Math::kExact) return ExactCodes<T>::kUnit;
-    if constexpr (C::kMath == Math::kFused) return result_factor * FusedCodes::kUnit;
     return result_factor;
   }
 };

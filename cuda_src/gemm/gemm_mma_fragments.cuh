@@ -12,10 +12,9 @@
 //   kExact    operand A is q - z (ExactCodes); the float32 sums of a group, or of a stage if this is shorter, are
 //             multiplied by the group's scale, so that no product is rounded
 //   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes)
-//   kFused    operand A is q * s - z * s, where z * s and the difference are rounded; float16 only
-// Operand A is normal in all of them. Tensor cores align products by the exponents of their operands, that of a
+// Operand A is normal in both. Tensor cores align products by the exponents of their operands, that of a
 // subnormal q * 2^-24 as if it were 2^-14, and cut off the same number of bits below: up to 10 bits of precision less.
-enum class Math { kExact, kScaled, kFused };
+enum class Math { kExact, kScaled };
 
 // Host is the Config of gemm_mma_fragments.cu.
 template <class Host>

@@ -215,7 +215,6 @@ def gemm_problem(
             "layouts": (AWQ, FRAGMENTS) if weight.has_original else (FRAGMENTS,),
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,
-            "even_scales": weight.even_scales,
         }
     return Problem(
         m=m,

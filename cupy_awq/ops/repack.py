@@ -23,24 +23,19 @@ class RepackedWeight(PackedWeight):
         repacked: weight in the fragment layout (`FragmentLayout`), as a uint8 array.
         scale_exponent: the field of `Problem` with this name.
         wide_scales: the field of `Problem` with this name.
-        even_scales: the field of `Problem` with this name.
     """
 
-    __slots__ = ("even_scales", "repacked", "scale_exponent", "wide_scales")
+    __slots__ = ("repacked", "scale_exponent", "wide_scales")
 
     repacked: Array
     scale_exponent: int
     wide_scales: bool
-    even_scales: bool
 
-    def __init__(
-        self, weight: PackedWeight, repacked: Array, scale_exponent: int, wide_scales: bool, even_scales: bool
-    ) -> None:
+    def __init__(self, weight: PackedWeight, repacked: Array, scale_exponent: int, wide_scales: bool) -> None:
         super().__init__(weight.qweight, weight.scales, weight.qzeros)
         object.__setattr__(self, "repacked", repacked)
         object.__setattr__(self, "scale_exponent", scale_exponent)
         object.__setattr__(self, "wide_scales", wide_scales)
-        object.__setattr__(self, "even_scales", even_scales)
 
     @property
     def nbytes(self) -> int:
@@ -94,8 +89,8 @@ def repack(weight: PackedWeight) -> PackedWeight:
     return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
 
 
-def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int, bool, bool]:
-    """Return ``scale_exponent``, ``wide_scales`` and ``even_scales`` of `Problem` for a weight.
+def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int, bool]:
+    """Return ``scale_exponent`` and ``wide_scales`` of `Problem` for a weight.
 
     The exponent is the largest one, up to ``max_exponent``, for which the largest scale times 2**exponent is at most
     64. The magnitude of a nonzero weight is 1 to 15 times the scale, so float16 represents all weights as normal
@@ -107,13 +102,13 @@ def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int
         max_exponent: largest exponent to return.
 
     >>> scale_range(0.02, 0.001, 15), scale_range(2.0**-20, 2.0**-24, 15), scale_range(1.0, 2.0**-21, 127)
-    ((11, False, True), (15, False, False), (0, True, False))
+    ((11, False), (15, False), (0, True))
     """
     if largest == 0:
-        return 0, False, True
+        return 0, False
     if not np.isfinite(largest):
-        return 0, True, False
+        return 0, True
     mantissa, power = math.frexp(largest)
     exponent = min(max_exponent, (7 if mantissa == 0.5 else 6) - power)
     wide = abs(exponent) > 100 or smallest * 2.0**exponent < 2.0**-14
-    return (0, True, False) if wide else (exponent, False, smallest * 2.0**exponent >= 0.5)
+    return (0, True) if wide else (exponent, False)

@@ -83,10 +83,10 @@ def _fragment_layout(gpu: device.Device) -> Iterator[Kernel]:
 
     All legal configurations would be too many.
     """
-    for dtype, m, (k, n), is_even in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES, (False, True)):
+    for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         if FRAGMENTS not in select.weight_layouts(k, n, 128, dtype, "packed", gpu):
             continue
-        problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS), even_scales=is_even)
+        problem = Problem(m, n, k, 128, dtype, dtype, layouts=(AWQ, FRAGMENTS))
         yield FragmentLayout.of(problem).pack(gpu).kernel
         yield select.choose(problem, gpu).plan.kernel
         if m <= fragments.MAX_FUSED_ROWS:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal, fusion_refusal
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
@@ -33,7 +33,7 @@ MAX_STAGES = 8
 RESERVED_BYTES = 1024
 """The shared memory that the CUDA driver reserves per CTA, in bytes."""
 
-Math = Literal["kExact", "kScaled", "kFused"]
+Math = Literal["kExact", "kScaled"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GemmFragmentsCosts:
 
 
 COSTS = GemmFragmentsCosts()
-CONVERT = {"kExact": 9, "kFused": 9, "kScaled": 13}
+CONVERT = {"kExact": 9, "kScaled": 13}
 """The number of instructions that convert a word of eight codes to operand A, with float16 x, by ``math``."""
 BFLOAT16_CONVERT = 2
 """The number of further instructions with bfloat16 x."""
@@ -204,9 +204,7 @@ def _maths(problem: Problem) -> tuple[Math, ...]:
     is_wide = problem.dtype == "float16" and problem.wide_scales
     if problem.batch_invariant:
         return ("kExact",) if is_wide else ("kExact", "kScaled")
-    if problem.m < ROUNDED_MIN_M or is_wide:
-        return ("kExact",)
-    return ("kFused",) if problem.dtype == "float16" and problem.even_scales else ("kScaled",)
+    return ("kExact",) if problem.m < ROUNDED_MIN_M or is_wide else ("kScaled",)
 
 
 def _heights(m: int, math: Math, most: int) -> list[int]:
@@ -380,18 +378,14 @@ def _warp_cycles(config: GemmFragmentsConfig, problem: Problem, device: Device) 
     return mmas * COSTS.mma * MMA_PRODUCTS * SCHEDULERS / device.rates.mma_fp32 + others * COSTS.issue
 
 
-class GemmMmaFragments(Family[Problem, GemmFragmentsConfig]):
-    """The family ``gemm_mma_fragments``."""
-
-    NAME = NAME
-    needs = NEEDS
-    layout = FRAGMENTS
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-    workspace = staticmethod(workspace)
-    reduction = staticmethod(reduction)
-
-
-GEMM_MMA_FRAGMENTS = GemmMmaFragments()
+GEMM_MMA_FRAGMENTS = FunctionFamily(
+    NAME,
+    configs,
+    estimate_us,
+    plan,
+    refusal,
+    needs=NEEDS,
+    layout=FRAGMENTS,
+    workspace=workspace,
+    reduction=reduction,
+)

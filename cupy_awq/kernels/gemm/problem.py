@@ -114,7 +114,6 @@ class Problem(KernelProblem):
         layouts: names of the layouts in which the weight is available.
         scale_exponent: exponent such that every scale times 2**scale_exponent is at most 64.
         wide_scales: whether some scale times 2**scale_exponent would lose bits in float16.
-        even_scales: whether every nonzero scale times 2**scale_exponent is at least 0.5.
         fusion: residual add or RMSNorm that is fused into the GEMM, or None.
         may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
             kernel that is still running writes it.
@@ -140,7 +139,6 @@ class Problem(KernelProblem):
     layouts: tuple[str, ...] = (AWQ,)
     scale_exponent: int = 0
     wide_scales: bool = False
-    even_scales: bool = False
     fusion: Fusion | None = None
     may_prefetch_weights: bool = False
     strides: Strides | None = None
@@ -163,7 +161,6 @@ class Problem(KernelProblem):
             gated=self.gated,
             layouts=self.layouts,
             wide_scales=self.wide_scales,
-            even_scales=self.even_scales,
             batch_invariant=True,
         )
         return tuple(replace(weight, m=m) for m in SAMPLED_M)
