@@ -141,7 +141,8 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
 
     A third of these cases is marked slow instead. The remaining ones cover every architecture, and every value of every
     other parameter both below sm_80 and from sm_80 on, where kernels use other instructions, though not every
-    combination. Cases are visited in an arbitrary but fixed order, so that values of one parameter meet different
+    combination. A test that draws its problem runs once per architecture, with copies that land either late or early.
+    Cases are visited in an arbitrary but fixed order, so that values of one parameter meet different
     values of the others.
     """
     covered: set[tuple[str, str, str]] = set()
@@ -150,7 +151,9 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") or not SIMULATED & set(parameters):
             continue
         function = item.nodeid.partition("[")[0]
-        values = {(function, name, repr(value)) for name, value in parameters.items()}
+        draws = hasattr(getattr(item, "function", None), "hypothesis")
+        named = {name: value for name, value in parameters.items() if not (draws and name in SIMULATED)}
+        values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
         path = "sm_80 and newer" if parameters.get("arch", 80) >= 80 else "older"
         values |= {(function, f"{name} on {path}", value) for _, name, value in values if name not in SIMULATED}
         if values <= covered:
