@@ -299,14 +299,23 @@ def test_a_gpu_without_tma_runs_the_kernels_of_the_generation_before() -> None:
     assert made_up.target == "90a"
 
 
+def test_gemm_sm75_serves_only_gpus_without_gemm_sm80() -> None:
+    for arch, gpu in device.NOMINAL.items():
+        found = select.candidates(Problem(16, 4096, 4096, 128), gpu)
+        assert isinstance(found["gemm_sm75"], list) == (arch == 75)
+        assert isinstance(found["gemm_sm80"], list) == (arch >= 80)
+
+
 def test_a_weight_is_stored_in_the_layouts_that_kernels_of_the_gpu_read() -> None:
     forms = [(4096, 128, "packed"), (4096, 8, "packed"), (96, 32, "packed"), (4096, 128, "float")]
     for k, group_size, zeros in forms:
         form = k, 4096, group_size, "float16", zeros
         for arch in device.NOMINAL:
-            reads = arch >= 80 and FragmentLayout(*form).refusal() is None
+            reads = arch >= 75 and FragmentLayout(*form).refusal() is None
             expected = (AWQ, FRAGMENTS) if reads else (AWQ,)
             assert select.weight_layouts(*form, device.nominal(arch)) == expected
+    # sm_75 multiplies no bfloat16 on tensor cores.
+    assert select.weight_layouts(4096, 4096, 128, "bfloat16", "packed", device.nominal(75)) == (AWQ,)
     assert FragmentLayout(4096, 4096, 128).pack(H100).kernel.source == "gemm/repack.cu"
     assert AwqLayout(4096, 4096, 128).pack(H100) is None
 

@@ -40,6 +40,6 @@ struct Weight {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_int8_mma(const X* x, const uint8_t* codes, const X* code_scales, const float* bias, Y* y, int m, int n,
-                    int k) {
+                   int k) {
   multiply_dense(x, Weight{codes, code_scales, k}, bias, y, m, n, k);
 }

@@ -86,8 +86,8 @@ def run(
         progress: a callback that receives a line of text before each stage.
 
     Raises:
-        ValueError: there are more than `MAX_FUSED_ROWS` sequences, or no GEMM of the step is fused, because the GPU is
-            not a Hopper GPU or the weights are not 4-bit.
+        ValueError: there are more than `MAX_FUSED_ROWS` sequences, or no GEMM of the step is fused, because the GPU has
+            no tensor cores or the weights are not 4-bit.
         CheckpointError, OSError: the model cannot be read, as for `readers.read`.
     """
     if max(sequences) > MAX_FUSED_ROWS:
