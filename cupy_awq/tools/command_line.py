@@ -236,7 +236,7 @@ in L2, and stores the fastest for each shape and M in the user's cache
 (CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm of any group
 size and dtype uses the configuration of M = 16, for example, for 9 to 16 rows.
 --rates measures bandwidths, latencies and rates of instructions in about 20 s instead.
-In a decode step the kernels of a layer overlap, so with --model (Hopper GPUs) the GEMMs
+In a decode step the kernels of a layer overlap, so with --model the GEMMs
 are timed in steps of the model's first layers with 1024 cached tokens per sequence."""
 
 COMPILE = """
