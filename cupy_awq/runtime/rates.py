@@ -48,7 +48,7 @@ class DeviceRates:
 
 
 class Architecture(NamedTuple):
-    """What GPUs of one architecture have in common; the rates of multiply-adds are those of `DeviceRates`.
+    """The properties that GPUs of one architecture share; the rates of multiply-adds are those of `DeviceRates`.
 
     Attributes:
         block_kib, sm_kib: largest dynamic shared memory per CTA, and shared memory per SM, in KiB.
