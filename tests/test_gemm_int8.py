@@ -326,8 +326,8 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     few, many = select.choose(one, h100).config, select.choose(replace(one, m=4096), a100).config
     assert isinstance(few, WarpTileConfig)
     assert isinstance(many, WarpTileConfig)
-    assert (few.block_m, few.split_k) == (16, 8)
-    assert (many.block_m, many.block_n, many.split_k) == (128, 128, 1)
+    assert (few.block_m, few.split_k) == (16, 4)
+    assert (many.block_m, many.block_n, many.split_k) == (64, 128, 1)
     assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(1, 132)
     assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
     # The product has 8 x 8 tiles of 192 columns, each shared by two CTAs.

@@ -224,7 +224,7 @@ class Occupancy:
     Attributes:
         resident: largest number of resident CTAs per SM.
         busiest: number of CTAs on the SM with the most CTAs.
-        waves: number of waves of up to ``resident`` CTAs in which the busiest SM runs its CTAs.
+        waves: number of waves of resident CTAs in which the busiest SM runs its CTAs.
         concurrent: largest number of CTAs that the busiest SM runs at the same time.
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
