@@ -111,14 +111,15 @@ class Gpu(NamedTuple):
     @property
     def has_half_rate(self) -> bool:
         """Whether mma.sync with float32 accumulators runs at half rate, as on GeForce cards since Turing."""
-        return self.arch >= 75 and (self.name.startswith("GeForce") or self.arch == 121)
+        return ARCHITECTURES[self.arch].mma_int8 > 0 and self.name.startswith(("GeForce", "NVIDIA GB10"))
 
     @property
     def rates(self) -> DeviceRates:
         """The nominal rates of the GPU."""
         known, share = ARCHITECTURES[self.arch], self.tensor_share
         half = share / 2 if self.has_half_rate else share
-        is_unified = self.arch in UNIFIED
+        # GPUs that share LPDDR memory with the CPU have longer latencies.
+        is_unified = self.name.startswith(("Jetson", "NVIDIA GB10"))
         return DeviceRates(
             clock_mhz=self.clock_mhz,
             read_gbs=self.read_gbs,
@@ -133,9 +134,6 @@ class Gpu(NamedTuple):
             latency_us=0.9 if is_unified else 0.6,
         )
 
-
-UNIFIED = (72, 87, 110, 121)
-"""The architectures whose GPUs share LPDDR memory with the CPU: longer latencies, and no memory clock in the driver."""
 
 # SMs, boost clocks, memory bandwidth and L2: NVIDIA's data sheets, white papers and Jetson module data sheets; of
 # H100, H200 and H20 the clock that a GEMM sustains. An H20 has a quarter of the tensor-core rate (148 TFLOP/s).

@@ -138,7 +138,7 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
         elements = config.block_m * config.block_n
         instructions: float = COSTS.instructions[0] + COSTS.instructions[1] * rows
         # On newer GPUs, m16n8k8 takes as long as m16n8k16.
-        is_half = self is GEMM_SM75 and device.native >= 80
+        is_half = self is GEMM_SM75 and Capability.MMA_M16N8K16.is_in(device.native)
         mma_cycles = elements * BLOCK_K / rates.mma_fp32 * (1 + is_half)
         copied = 9 if config.stages == 2 else 1 / (config.stages - 1)
         if config.slices > 1 and config.block_m > REGISTER_SUMS_BLOCK_M:
