@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -76,21 +78,22 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Return the result of ``work``, or cancel it and return None if the client leaves before."""
+async def until_disconnect(receive: Receive, work: Awaitable[T], *others: Awaitable[None]) -> T | None:
+    """Return the result of ``work``, or cancel it and return None if the client leaves or one of ``others`` ends."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch())
+    worker = asyncio.ensure_future(work)
+    tasks = [worker, *map(asyncio.ensure_future, (watch(), *others))]
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return worker.result() if worker.done() else None
     finally:
-        for task in (worker, watcher):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream:
@@ -103,12 +106,13 @@ class EventStream:
 
     def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         self._events, self._on_end = events, on_end
+        self._sending_since = math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await until_disconnect(receive, self._send_all(send))
+            with contextlib.suppress(OSError):
+                await until_disconnect(receive, self._send_all(send), self._watch_reader())
         finally:
             self._on_end()
             await self._events.aclose()
@@ -119,5 +123,12 @@ class EventStream:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self._events:
             message = {"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True}
-            await asyncio.wait_for(send(message), SEND_SECONDS)
+            self._sending_since = time.monotonic()
+            await send(message)
+            self._sending_since = math.inf
         await send({"type": "http.response.body", "body": b""})
+
+    async def _watch_reader(self) -> None:
+        """Return when an event has waited too long; one task per stream is cheaper than a deadline per event."""
+        while time.monotonic() - self._sending_since < SEND_SECONDS:
+            await asyncio.sleep(SEND_SECONDS / 8)

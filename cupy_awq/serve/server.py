@@ -263,6 +263,10 @@ class Server:
 
 async def _merge(generations: Sequence[Generation]) -> Deltas:
     """Yield (index, delta) of all generations in the order in which they come."""
+    if len(generations) == 1:
+        async for only in generations[0]:
+            yield 0, only
+        return
     queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue(1)  # a slow reader leaves deltas to be joined
 
     async def read(i: int, generation: Generation) -> None:
