@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from cupy_awq.llm import Engine, LanguageModel, load
+from cupy_awq.serve.reasoning import ReasoningSplitter
 from tests import llm_models
 from tests.serving import Running
 from tests.test_project import python
@@ -156,6 +158,37 @@ def test_requests_at_the_same_time_have_the_texts_of_requests_alone(server: Runn
         thread.join()
     assert [found[i] for i in range(24)] == alone
     server.wait_until_idle()
+
+
+# Reasoning
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("<think>a<b</thi</think>\n\nc </think>", "a<b</thi", "c </think>"),
+        ("\n<think></think>x", "", "x"),
+        ("<thin", "", "<thin"),
+        ("no <think>x</think>", "", "no <think>x</think>"),
+        ("<think>never </th", "never </th", ""),
+    ],
+)
+def test_reasoning_is_split_from_the_answer_however_it_arrives(text: str, reasoning: str, answer: str) -> None:
+    for cuts in itertools.combinations(range(1, len(text)), 2):
+        splitter, edges = ReasoningSplitter(), [0, *cuts, len(text)]
+        parts = [splitter.split(text[a:b], b == len(text)) for a, b in itertools.pairwise(edges)]
+        assert ("".join(r for r, _ in parts), "".join(a for _, a in parts)) == (reasoning, answer)
+
+
+def test_replies_have_the_reasoning_of_models_that_write_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine.model.tokenizer, "template", llm_models.TEMPLATE + "{# <think> #}")
+    options: dict[str, Any] = {"regex": "<think>abc</think>\n\nde", "max_tokens": 60}
+    message = server.chat(**options)[1]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("abc", "de")
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **options}
+    deltas = [chunk["choices"][0]["delta"] for chunk in list(server.stream(CHAT, body))[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "abc"
+    assert "".join(delta.get("content", "") for delta in deltas) == "de"
 
 
 # Structured output

@@ -12,6 +12,7 @@ from typing import Any
 from cupy_awq.llm import Delta, Generation, TokenChoice
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.serve.errors import ApiError
+from cupy_awq.serve.reasoning import OPEN, ReasoningSplitter
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Reply:
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12)
         self._begun: set[int] = set()
+        self._splitters: dict[int, ReasoningSplitter] = {}
         self._offsets: dict[int, int] = {}
 
     def whole(self, deltas: Sequence[tuple[int, Delta]], generations: Sequence[Generation]) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Reply:
         for index, delta in joined.items():
             content: dict[str, Any] = {"index": index, "finish_reason": delta.reason}
             if self.is_chat:
-                content["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+                content["message"] = {"role": "assistant", "refusal": None} | self._split(index, delta)
             else:
                 content["text"] = self.prompts[index // self.n] + delta.text
             content["logprobs"] = self._logprobs(index, delta.tokens)
@@ -71,7 +73,10 @@ class Reply:
         content["logprobs"] = self._logprobs(index, delta.tokens)
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
-            content["delta"] = role | ({"content": delta.text} if delta.text or is_first else {})
+            parts = self._split(index, delta)
+            content["delta"] = role | {
+                name: text for name, text in parts.items() if text or (is_first and name == "content")
+            }
         else:
             content["text"] = (self.prompts[prompt] if is_first else "") + delta.text
         return self._frame("chat.completion.chunk" if self.is_chat else "text_completion", [content])
@@ -83,6 +88,14 @@ class Reply:
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _split(self, index: int, delta: Delta) -> dict[str, str]:
+        """Return the text of a delta as "content", and the reasoning in it, if the model writes any."""
+        if OPEN not in (self.tokenizer.template or ""):
+            return {"content": delta.text}
+        splitter = self._splitters.setdefault(index, ReasoningSplitter())
+        reasoning, answer = splitter.split(delta.text, bool(delta.reason))
+        return {"content": answer, "reasoning_content": reasoning}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenChoice]) -> dict[str, Any] | None:
         if not self.logprobs:

@@ -76,6 +76,7 @@ class Server:
         self._model = engine.model
         self._grammars = Grammars(engine.model)
         self._threads = ThreadPoolExecutor(2, "cupy_awq tokenizer")
+        self._compilers = ThreadPoolExecutor(1, "cupy_awq grammars")  # slow grammars delay no other requests
         self._created = int(time.time())
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
@@ -196,15 +197,15 @@ class Server:
         if isinstance(n, int) and n * len(encoders) > self._engine.max_rows:
             raise ApiError(400, f"n: expected at most {self._engine.max_rows} completions in all, got more", param="n")
         began = time.monotonic()
-        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        run = asyncio.get_running_loop().run_in_executor
         constraint = body.constraint()
         if constraint is not None:
-            options["make_constraint"] = await run(self._grammars.compile, *constraint)
+            options["make_constraint"] = await run(self._compilers, self._grammars.compile, *constraint)
         is_chat = isinstance(body, protocol.ChatBody)
         options |= {"continues": not is_chat, "key": self._key(request), "salt": self._salt(request)}
         options |= {"queue_seconds": self._settings.queue_seconds, "run_seconds": self._settings.run_seconds}
         options.setdefault("max_tokens", self._engine.max_tokens)
-        requests = [EngineRequest(tuple(await run(encode)), **options) for encode in encoders]
+        requests = [EngineRequest(tuple(await run(self._threads, encode)), **options) for encode in encoders]
         for one in requests:
             self._engine.check(one)
         generations: list[Generation] = []
