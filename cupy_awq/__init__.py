@@ -62,5 +62,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all public names, including those not imported yet."""
-    return sorted({*globals(), *_MODULES, *_SUBMODULES})
+    """Return the public names, also those that are not imported yet, and none that this file or an import binds."""
+    return sorted({*(name for name in globals() if name.startswith("__")), *_MODULES, *_SUBMODULES})

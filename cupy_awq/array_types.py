@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from cupy_awq.check import Array, StridedArray
 
@@ -18,6 +18,16 @@ class CudaArray(Protocol):
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
+ActivationName = Literal["relu", "relu6", "silu", "gelu", "swiglu"]
+"""The names of activations (`cupy_awq.activation.ACTIVATIONS`)."""
+
+AnyActivation = ActivationName | tuple[float, float] | None
+"""The activations of a GEMM: a name, (low, high) to clamp, or None."""
+
+Clamp = Literal["relu", "relu6"] | tuple[float, float] | None
+"""The activations of operations on block-quantized weights."""
+
+
 class LayerOptions(TypedDict, total=False):
     """The options of a call of `cupy_awq.AwqLinear`."""
 
@@ -30,7 +40,7 @@ class GemvOptions(LayerOptions, total=False):
     """The options of `cupy_awq.gemv`."""
 
     bias: Array | None
-    activation: Any
+    activation: AnyActivation
     kernel: str | None
 
 

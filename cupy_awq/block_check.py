@@ -104,7 +104,8 @@ def validate_convolution(
     groups = check_scalar.validate_integer(groups, "groups", 1)
     if channels != ci * groups:
         raise ValueError(
-            f"x: expected Ci = {ci * groups} channels, Ci/groups={ci} times groups={groups}, got {channels}"
+            f"x: expected Ci = {ci * groups} channels, Ci/groups={ci} times groups={groups}, got {channels} in the"
+            f" {layout} shape {list(x_shape)}"
         )
     if co % groups:
         raise ValueError(f"groups: expected a divisor of Co={co}, got {groups}")

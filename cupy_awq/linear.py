@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from cupy_awq import check, check_scalar, overlap
-from cupy_awq.array_types import ArrayT, CudaArray, LayerOptions
+from cupy_awq.array_types import AnyActivation, ArrayT, CudaArray, LayerOptions
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N
@@ -99,7 +99,7 @@ class AwqLinear:
         /,
         *,
         bias: Array | None = None,
-        activation: Any = None,
+        activation: AnyActivation = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
         batch_invariant: bool = False,
@@ -115,7 +115,7 @@ class AwqLinear:
         self._weight = weight
         self._bias = bias
         self._order = None if order is None else ActivationOrder.of(order, spec.k, spec.device)
-        self._activation = activation
+        self._activation: Any = activation
         self._prepared: dict[Any, PreparedGemm] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8", "auto")):
             raise ValueError(f"x_dtype: expected None, 'int8', 'fp8' or 'auto', got {x_dtype!r}")
@@ -147,7 +147,7 @@ class AwqLinear:
         parts: Sequence[AwqLinear | PackedWeight],
         /,
         *,
-        activation: Any = None,
+        activation: AnyActivation = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
         batch_invariant: bool = False,
@@ -203,8 +203,8 @@ class AwqLinear:
             )
             qzeros = None if first.zeros == "symmetric" else concatenation.joined([w.qzeros for w in weights])
             bias = concatenation.joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
-            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight, "order": order}
-            options["batch_invariant"] = batch_invariant
+            options: dict[str, Any] = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
+            options |= {"order": order, "batch_invariant": batch_invariant}
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)

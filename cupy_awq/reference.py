@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import check, overlap
+from cupy_awq.array_types import AnyActivation
 from cupy_awq.packing import round_once, unpack_int4, unpack_int8
 from cupy_awq.weight import PackedWeight
 
@@ -89,7 +90,7 @@ def matmul(
     /,
     *,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: AnyActivation = None,
     residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,

@@ -98,7 +98,12 @@ X = np.zeros((1, 8, 6, 6), F32)
         (X.astype(float), {}, TypeError, "x: expected float16, bfloat16 or float32"),
         (X[0], {}, ValueError, r"x: expected NCHW, got shape \(8, 6, 6\)"),
         (X, {"layout": "CHWN"}, ValueError, "layout: expected 'NCHW' or 'NHWC', got 'CHWN'"),
-        (X, {"layout": "NHWC"}, ValueError, "x: expected Ci = 8 channels, Ci/groups=8 times groups=1, got 6"),
+        (
+            X,
+            {"layout": "NHWC"},
+            ValueError,
+            "x: expected Ci = 8 channels, Ci/groups=8 times groups=1, got 6 in the NHWC",
+        ),
         (X, {"groups": 2}, ValueError, "x: expected Ci = 16 channels, Ci/groups=8 times groups=2, got 8"),
         (X, {"groups": 0}, ValueError, "groups: expected at least 1, got 0"),
         (X, {"stride": 0}, ValueError, "stride: expected at least 1, got 0"),

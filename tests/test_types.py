@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 import cupy_awq
 from cupy_awq import AwqLinear
+from cupy_awq.activation import ACTIVATIONS
+from cupy_awq.array_types import ActivationName, Clamp
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -39,3 +41,9 @@ def test_results_have_the_type_of_x() -> None:
     results += [np.stack([assert_type(cupy_awq.gemv(vector, weight, activation="relu"), npt.NDArray[np.float16])] * 2)]
     for y in results:
         np.testing.assert_array_equal(y, results[0])
+
+
+def test_activations_have_literal_types() -> None:
+    assert set(get_args(ActivationName)) == set(ACTIVATIONS)
+    clamps = {name for name, activation in ACTIVATIONS.items() if activation.kind == "clamp"}
+    assert {name for part in get_args(Clamp) for name in get_args(part) if isinstance(name, str)} == clamps

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupy_awq import block_check, block_reference, check
 from cupy_awq.activation import Activation
+from cupy_awq.array_types import Clamp
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
@@ -35,7 +36,7 @@ def conv2d(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-    activation: Any = None,
+    activation: Clamp = None,
     layout: str = "NCHW",
     out: Array | None = None,
 ) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cupy_awq import block_check, block_reference, check, check_scalar, overlap
 from cupy_awq.activation import Activation
+from cupy_awq.array_types import Clamp
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels.conv2d.conv2d_int8 import ACTIVATIONS, Int8Convolution
@@ -38,7 +39,7 @@ def conv2d_int8(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-    activation: Any = None,
+    activation: Clamp = None,
     layout: str = "NCHW",
     out: Array | None = None,
 ) -> Array:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from cupy_awq import check, check_scalar
-from cupy_awq.array_types import ArrayT, CudaArray, GemmOptions, GemvOptions
+from cupy_awq.array_types import AnyActivation, ArrayT, CudaArray, GemmOptions, GemvOptions
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gather_columns
@@ -40,7 +40,7 @@ def gemm(
     /,
     *weight: Any,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: AnyActivation = None,
     residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,
@@ -155,7 +155,7 @@ def gemv(
     /,
     *weight: Any,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: AnyActivation = None,
     residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupy_awq import check, check_scalar, overlap, reference
 from cupy_awq.activation import Activation
-from cupy_awq.array_types import ArrayT, CudaArray
+from cupy_awq.array_types import AnyActivation, ArrayT, CudaArray
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
@@ -209,7 +209,7 @@ def plan(
     /,
     *,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: AnyActivation = None,
     residual: Array | tuple[int, ...] | None = None,
     out: Array | tuple[int, ...] | None = None,
     dtype: Any = None,

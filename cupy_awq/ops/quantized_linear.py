@@ -11,6 +11,7 @@ import numpy as np
 
 from cupy_awq import block_check, block_reference, check, check_scalar
 from cupy_awq.activation import Activation
+from cupy_awq.array_types import Clamp
 from cupy_awq.block_check import QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
@@ -79,7 +80,7 @@ def gemm_int8(
     *,
     block_size: int | None = None,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: Clamp = None,
     out: Array | None = None,
 ) -> Array:
     """Compute y [M, N] = activation(A @ W^T + bias) for quantized activations A and a quantized weight W.
@@ -128,7 +129,7 @@ def linear_int8(
     /,
     *,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: Clamp = None,
     out: Array | None = None,
 ) -> Array:
     """Compute a W4A8 or W8A8 linear layer, y [M, N] = activation(x @ W^T + bias), with x quantized to int8.
@@ -170,7 +171,7 @@ def linear_fp8(
     /,
     *,
     bias: Array | None = None,
-    activation: Any = None,
+    activation: Clamp = None,
     out: Array | None = None,
 ) -> Array:
     """Compute a linear layer with INT4 weights, y [M, N] = activation(x @ W^T + bias), with x rounded to e4m3 (float8).

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import check
+from cupy_awq.array_types import AnyActivation
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels.decoder import decoder as kernels
@@ -374,7 +375,7 @@ class CudaOps(DecoderOps):
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
     def _concatenated(
-        self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
+        self, parts: Sequence[Module], activation: AnyActivation, order: npt.NDArray[np.int32] | None
     ) -> AwqLinear:
         """Return one layer for linear layers that share x and its activation order, concatenated along N."""
         linears: list[AwqLinear | PackedWeight] = []
