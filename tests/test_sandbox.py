@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -175,6 +176,20 @@ def test_a_worker_ends_with_its_parent() -> None:
     while time.monotonic() < deadline and is_running(pid):
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05, 0.2])
+def test_a_program_that_ends_while_a_worker_starts_prints_nothing(wait: float) -> None:
+    program = f"import time; from cupy_awq.llm.text import chat_template; chat_template.prepare(); time.sleep({wait})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_a_process_that_is_closed_while_it_starts_is_a_limit_error(child: Worker) -> None:
+    threading.Timer(0.01, child.close).start()
+    with contextlib.suppress(LimitError):
+        match(child, **QUICK)
+    assert match(child, **QUICK) == match(child, **QUICK)
 
 
 def test_a_worker_that_is_no_longer_used_ends() -> None:

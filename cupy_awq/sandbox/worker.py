@@ -136,7 +136,7 @@ class Worker:
         inherited = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self.starts += 1
         try:
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", START.format(path=path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -148,9 +148,9 @@ class Worker:
             )
         except OSError as reason:
             raise LimitError(f"{error}: {reason}") from None
-        if self._exchange(self._process, [], START_SECONDS) is None:
+        if self._exchange(process, [], START_SECONDS) is None:
             raise LimitError(error)
-        return self._process
+        return process
 
     def _exchange(self, process: subprocess.Popen[bytes], frames: list[bytes], seconds: float) -> Any:
         """Send frames and return the reply, or None if the process has ended, after ``seconds`` by a kill.
@@ -176,7 +176,8 @@ class Worker:
 def _converse(stdin: Any, stdout: Any, frames: list[bytes], seconds: float) -> Any:
     """Write frames to a process and return its reply.
 
-    Return None if the process has closed its pipes or, if `POLLS`, if no reply begins within ``seconds``.
+    Return None if a pipe has been closed, also by `_close_all` when this process ends and a thread of it still waits,
+    or, if `POLLS`, if no reply begins within ``seconds``.
     """
     try:
         for frame in frames:
@@ -193,7 +194,7 @@ def _converse(stdin: Any, stdout: Any, frames: list[bytes], seconds: float) -> A
             return None
         (size,) = struct.unpack("<I", head)
         body = stdout.read(size) if size <= REPLY_BYTES else b""
-    except (BrokenPipeError, ConnectionError):
+    except (BrokenPipeError, ConnectionError, ValueError):  # ValueError: the pipe is closed on this side
         return None
     return json.loads(body) if len(body) == size else None
 
