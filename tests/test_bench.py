@@ -178,7 +178,7 @@ def test_plot_without_matplotlib_fails_before_the_work(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["bench", "64x8", "--group-size", "64", "--plot", "times.png"]) == 2
-    assert capsys.readouterr().err == "cupy_awq: error: --plot needs matplotlib: pip install cupy-awq[plot]\n"
+    assert capsys.readouterr().err == "cupy_awq: error: --plot needs matplotlib: pip install matplotlib\n"
 
 
 # Times on a GPU.

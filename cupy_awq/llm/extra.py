@@ -13,4 +13,4 @@ def import_extra(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise ValueError(f'{package}: expected an installed package, got none: pip install "cupy-awq[llm]"') from error
+        raise ValueError(f"{package}: expected an installed package, got none: pip install {package}") from error

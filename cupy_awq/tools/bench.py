@@ -229,7 +229,7 @@ def new_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install cupy-awq[plot]") from None
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
     return Figure(figsize=(8, 5), dpi=150, layout="constrained")
 
 

@@ -116,7 +116,7 @@ def render(rows: list[Row], device: int) -> str:
     if cpu:
         baseline = "fp32 us: the GEMM with unquantized weights, NumPy in float32"
     elif rows[0].fp16_us is None:
-        baseline = "fp16 us: needs cuBLAS, pip install cupy-awq[blas]"
+        baseline = "fp16 us: needs cuBLAS, pip install nvidia-cublas-cu12"
     else:
         baseline = "fp16 us: the GEMM with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
     return "\n".join(

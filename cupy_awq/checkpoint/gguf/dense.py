@@ -66,7 +66,7 @@ def _find_converter(kind: str, where: str) -> Callable[[Bytes], Array]:
     try:
         gguf: Any = importlib.import_module("gguf")
     except ImportError:
-        hint = 'pip install "cupy-awq[llm]"'
+        hint = "pip install gguf"
         raise CheckpointError(f"{where}: expected the package gguf for type {kind}, got none: {hint}") from None
     form = getattr(gguf.GGMLQuantizationType, kind, None)
 
