@@ -74,7 +74,9 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_mistake_in_a_process_is_one_line_and_exit_code_2() -> None:
     result = run("info", "nowhere")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.splitlines() == ["cupy_awq: error: [Errno 2] No such file or directory: 'nowhere'"]
+    assert result.stderr.splitlines() == [
+        "cupy_awq: error: nowhere: expected a file, a folder or one of smollm2, got none"
+    ]
 
 
 def test_demo_runs_in_another_folder(tmp_path: Path) -> None:

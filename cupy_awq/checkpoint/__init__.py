@@ -13,7 +13,8 @@ from pathlib import Path
 from cupy_awq.checkpoint import config, detect, experts, gguf, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError, check_downloaded, check_path, find_hub_hint, paused_collector
+from cupy_awq.checkpoint.files import CheckpointError, check_downloaded, paused_collector
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.checkpoint.module import Module, ModuleSpec
 from cupy_awq.checkpoint.tensors import Tensor
 from cupy_awq.checkpoint.write import save
@@ -47,21 +48,9 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     >>> read(SMOLLM2_MLP)["model.layers.0.mlp.up_proj"].weight
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
-    found = locate(check_path(path))
+    found = locate(path)
     with paused_collector():
         return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
-
-
-def locate(path: Path) -> Path:
-    """Return the path of a checkpoint: ``path`` itself, or the GGUF file in a folder without safetensors files.
-
-    Raises:
-        CheckpointError: the folder has several GGUF files.
-        FileNotFoundError: ``path`` does not exist but is a name on the Hub; the message says how to download the model.
-    """
-    if not path.exists() and (hint := find_hub_hint(path)):
-        raise FileNotFoundError(f"{path}: expected a folder or a file, got none{hint}")
-    return (gguf.container.find_file(path) or path) if path.is_dir() else path
 
 
 def _read_folder(folder: Path, group_size: int | None) -> Contents:

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,23 @@ class Contents(Mapping[str, Module | Tensor]):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Return these contents with ``tensors`` added; a tensor replaces the entry of the same name."""
         return Contents({**self._entries, **tensors}, self.found, self.format_name or "")
+
+    def with_changed_modules(
+        self, change_spec: Callable[[ModuleSpec], ModuleSpec], change: Callable[[str, Module], Module]
+    ) -> Contents:
+        """Return these contents with each module that stays quantized changed by ``change(name, module)`` on access."""
+
+        def convert(name: str, entry: Pending) -> Module | Tensor:
+            item = entry.convert()
+            return change(name, item) if isinstance(item, Module) else item
+
+        entries = {
+            name: Pending(change_spec(entry.spec), partial(convert, name, entry), entry.warning)
+            if isinstance(entry, Pending) and not entry.is_dense
+            else entry
+            for name, entry in self._entries.items()
+        }
+        return Contents(entries, self.found, self.format_name or "")
 
     def is_module(self, name: str) -> bool:
         """Return whether ``name`` is a module that stays quantized, so that ``self[name]`` is a `Module`."""

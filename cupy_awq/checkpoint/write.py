@@ -198,9 +198,15 @@ def _write_shard(path: Path, tensors: dict[str, Array], files: dict[str, str]) -
 def _check(name: str, spec: ModuleSpec, format_name: str, writer: Writer) -> None:
     where = f"module {name!r:.200}"
     if spec.zeros == "float":
-        raise ValueError(f"{where}: expected packed or symmetric zero points for {format_name}, got float offsets")
+        raise ValueError(
+            f"{where}: expected packed or symmetric zero points for {format_name}, got float offsets; `convert --round`"
+            " rounds them"
+        )
     if spec.has_order and not writer.holds_order:
-        raise ValueError(f"{where}: expected no activation order for {format_name}, got one")
+        raise ValueError(
+            f"{where}: expected no activation order for {format_name}, got one; gptq and compressed-tensors hold it,"
+            " and `convert --round` quantizes the weight again without it"
+        )
     if spec.k % 8:
         raise ValueError(f"{where}: expected K to be a multiple of 8 for {format_name}, got {spec.k}")
 
@@ -271,7 +277,8 @@ def _pack_compressed_tensors(module: Module) -> dict[str, Array]:
 def _find_group_size(specs: Mapping[str, ModuleSpec]) -> int:
     sizes = {spec.group_size for spec in specs.values()}
     if len(sizes) > 1:
-        raise ValueError(f"expected modules of one group size, got {', '.join(map(str, sorted(sizes)))}")
+        found = ", ".join(map(str, sorted(sizes)))
+        raise ValueError(f"expected modules of one group size, got {found}; compressed-tensors holds several")
     return sizes.pop() if sizes else 128
 
 

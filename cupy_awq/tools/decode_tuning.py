@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.gemm.fragments import MAX_FUSED_ROWS
 from cupy_awq.kernels.gemm.problem import Problem
@@ -92,9 +93,8 @@ def run(
     """
     if max(sequences) > MAX_FUSED_ROWS:
         raise ValueError(f"--m: expected at most {MAX_FUSED_ROWS} sequences with --model, got {max(sequences)}")
-    if model not in SHAPES and not readers.locate(model).exists():
-        names = ", ".join((*readers.PACKAGED_MODELS, *SHAPES))
-        raise FileNotFoundError(f"{model}: expected a file, a folder or one of {names}, got none")
+    if model not in SHAPES:
+        locate(model, SHAPES)
     with placement.use_device(index):
         progress("loading the first layers")
         small, ops = _load(model, index)

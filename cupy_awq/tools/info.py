@@ -16,6 +16,7 @@ from cupy_awq.checkpoint import catalog as formats
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import Problem
+from cupy_awq.llm.files.readers import read_contents
 from cupy_awq.runtime import device
 from cupy_awq.tools import table
 
@@ -27,11 +28,11 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the format, layers, other tensors and totals of a checkpoint as a JSON object.
 
     ``fp16_bytes`` is the size of the same layer in float16, and ``ratio`` the size of the quantized layer divided by
-    ``fp16_bytes``. Raises the same errors as `checkpoint.read`.
+    ``fp16_bytes``. Raises the same errors as `read_contents`.
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    contents = checkpoint.read(path)
+    contents = read_contents(path)
     specs = contents.specs
     for name in contents:
         if contents.is_module(name):

@@ -170,9 +170,16 @@ def _choose_forms(contents: Contents) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _check_spec(name: str, spec: ModuleSpec) -> None:
     where = f"module {name!r:.200}"
     if spec.has_order:
-        raise ValueError(f"{where}: expected no activation order for gguf, got one")
+        raise ValueError(
+            f"{where}: expected no activation order for gguf, got one; `convert --round` quantizes the weight again"
+        )
+    if spec.k % GROUP:
+        raise ValueError(f"{where}: expected K to be a multiple of 32 for gguf, got {spec.k}; other formats hold it")
     if spec.group_size % GROUP:
-        raise ValueError(f"{where}: expected a group size that is a multiple of 32 for gguf, got {spec.group_size}")
+        raise ValueError(
+            f"{where}: expected a group size that is a multiple of 32 for gguf, got {spec.group_size};"
+            " `convert --round` quantizes the weight again"
+        )
 
 
 def _write_header(file: BinaryIO, entries: Sequence[_Entry], metadata: Metadata) -> None:
@@ -253,5 +260,8 @@ def _to_float16(values: Array, where: str) -> Array:
     with np.errstate(over="ignore"):
         converted: Array = values.astype(FLOAT16)
     if not np.array_equal(converted.astype(np.float32), values.astype(np.float32)):
-        raise ValueError(f"{where}: expected values that float16 holds exactly, as gguf stores them, got others")
+        raise ValueError(
+            f"{where}: expected values that float16 holds exactly, as gguf stores them, got others; `convert --round`"
+            " rounds them, and symmetric weights (`quantize --symmetric`) have no products"
+        )
     return converted

@@ -22,7 +22,7 @@ import numpy as np
 from cupy_awq import atomic, check, checkpoint
 from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, model_folder, safetensors
 from cupy_awq.checkpoint.contents import Contents
-from cupy_awq.checkpoint.files import check_path, find_hub_hint
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.checkpoint.module import Pending
 from cupy_awq.checkpoint.tensors import is_finite
 from cupy_awq.llm.assemble import load
@@ -122,9 +122,9 @@ def quantize(
         raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
     check_pattern(ignore)
     index = placement.resolve(device)
-    source, target = check_path(path), atomic.new_folder(folder)
-    if not source.exists():
-        raise FileNotFoundError(f"{source}: expected a Hugging Face folder, got none{find_hub_hint(source)}")
+    source, target = locate(path), atomic.new_folder(folder)
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: expected a Hugging Face folder with dense weights, got a file")
     files = hugging_face.read(source)
     contents = checkpoint.read(source)
     if contents.specs:

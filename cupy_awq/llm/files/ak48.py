@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_awq import atomic
-from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.checkpoint import CheckpointError, Contents, Module, ModuleSpec, Tensor
+from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm import families
 from cupy_awq.llm.families.description import Decoder, LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.families.table import Table
@@ -131,6 +132,24 @@ def read(path: Path) -> ModelFiles:
     return ModelFiles(path, decoder, tensors, partial(hugging_face.load_tokenizer, path.parent), STOP_IDS)
 
 
+def read_contents(path: Path) -> Contents:
+    """Open an ak48 file as the modules and tensors of a checkpoint. Raises the same errors as `read`."""
+    entries: dict[str, Pending | Tensor] = {}
+    for name, reader in read(path).tensors.items():
+        item = reader()  # views of the mapped file
+        if isinstance(item, Module):
+            weight = item.weight
+            spec = ModuleSpec(*weight.shape, weight.group_size, "packed", weight.dtype)
+            entries[name] = Pending(spec, partial(_return, item))
+        else:
+            entries[name] = Tensor(item, path)
+    return Contents(entries, f"Format ak48: version {VERSION} in {path}.", "ak48")
+
+
+def _return(module: Module) -> Module:
+    return module
+
+
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -229,19 +248,23 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
     ):
         raise ValueError(
             f"{entry.name}: expected a quantized layer with integer zero points, without bias and activation order, for"
-            " an ak48 file"
+            " an ak48 file; `convert --round` rounds other 4-bit weights, and `quantize` makes them of dense ones"
         )
     weight = layer.weight
     if weight.group_size != group_size:
         raise ValueError(
-            f"{entry.name}: expected the group_size {group_size} of the first layer, got {weight.group_size}"
+            f"{entry.name}: expected the group_size {group_size} of the first layer, got {weight.group_size}; only"
+            " compressed-tensors and gguf hold several"
         )
     zeros = weight.qzeros
     if zeros is None:  # symmetric quantization: every zero point is 8
         zeros = pack_int4(np.full((entry.linear.k // group_size, entry.linear.n), 8, np.uint8))
     scales = _float16(weight.scales, entry.name)
     if (scales.astype(weight.scales.dtype) != weight.scales).any():
-        raise ValueError(f"{entry.name}: expected scales that are exact in float16 for an ak48 file, got others")
+        raise ValueError(
+            f"{entry.name}: expected scales that are exact in float16 for an ak48 file, got others;"
+            " `convert --round` rounds them"
+        )
     return [weight.qweight, zeros, scales]
 
 

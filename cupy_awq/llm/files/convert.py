@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of checkpoints from one format to another, which rounds only the dense tensors of ak48 files.
+"""Conversion of checkpoints from one format to another, exactly or, on request, with 4-bit values rounded.
 
 The result is opened before it gets its name, so that no file is left that the readers of this package would reject.
 """
@@ -9,18 +9,21 @@ from __future__ import annotations
 import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cupy_awq import atomic, checkpoint
-from cupy_awq.checkpoint import Contents, Tensor, model_folder, replacement, write
+from cupy_awq.checkpoint import Contents, Module, Tensor, model_folder, replacement, write
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.gguf import container
 from cupy_awq.checkpoint.gguf.write import write_gguf
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.llm.files import ak48, gguf_metadata, hugging_face
-from cupy_awq.llm.files.model_files import Progress
-from cupy_awq.llm.files.readers import locate, read
+from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
+from cupy_awq.llm.files.readers import is_ak48, read, read_contents
+from cupy_awq.llm.files.rounding import Rounder
 
 _Result = TypeVar("_Result")
 
@@ -31,23 +34,36 @@ FILE_FIELDS = ("general.alignment", "general.file_type")
 """The metadata fields that describe the GGUF file and not the model, so they are not copied."""
 
 
+class Converted(NamedTuple):
+    """The roundings of a conversion."""
+
+    roundings: dict[str, int]
+    """The roundings of reading the source, as in `checkpoint.Summary.roundings`."""
+    errors: dict[str, float]
+    """The relative RMS error that ``rounds`` has added, by module; {} if all are 0."""
+
+
 def convert(
-    source: str, target: Path, format_name: str, progress: Progress | None = None, *, force: bool = False
-) -> dict[str, int]:
-    """Write a checkpoint in another format, with the same codes, scales and zero points.
+    source: str,
+    target: Path,
+    format_name: str,
+    progress: Progress | None = None,
+    *,
+    force: bool = False,
+    rounds: bool = False,
+) -> Converted:
+    """Write a checkpoint in another format, with the same codes, scales and zero points unless ``rounds``.
 
     The configuration, the tokenizer and the chat template of a model are also written, but not to an ak48 file. Of a
     folder, the files of `model_folder.COPIED` are copied. No file has a permission that its source does not have.
 
     Args:
-        source: a folder, a file or the name of a packaged model, as in `cupy_awq.llm.read` and `checkpoint.read`.
+        source: a folder, a file or the name of a packaged model, as in `readers.read_contents`.
         target: the file to write for "gguf" and "ak48", else the folder to write, new or empty.
         format_name: "autoawq", "compressed-tensors", "gptq", "gguf" or "ak48".
         progress: a callback (number of finished steps, total number of steps), or None.
         force: True to replace the file ``target`` if it exists.
-
-    Returns:
-        What reading the source has rounded, as in `checkpoint.Summary.roundings`; {} for an ak48 source.
+        rounds: True to round modules that the format cannot hold, as `rounding.Rounder` does.
 
     Raises:
         CheckpointError: the source is damaged or not supported. It is a subclass of ValueError.
@@ -55,27 +71,35 @@ def convert(
         ValueError: the format cannot represent the model, so that the result would not be the same when it is read; the
             message names the module and the reason. In this case no file remains, and an existing one is kept.
     """
-    path = checkpoint.locate(locate(source))
+    path = locate(source)
+    rounder = Rounder(format_name) if rounds else None
     if format_name in ("gguf", "ak48") and not force and target.exists():
         raise FileExistsError(f"{target}: expected a new file, got an existing one; --force (force=True) replaces it")
     mode = atomic.common_mode(model_folder.list_weights(path))
     if format_name == "ak48":
-        is_ak48 = path.is_file() and path.suffix == ".ak48"
-        roundings = {} if is_ak48 else checkpoint.summarize(checkpoint.read(path)).roundings
-        ak48.write(read(path), target, progress, mode=mode, check=lambda file: _open(file, target, ak48.read))
-        return roundings
-    if format_name == "gguf":
+        contents, files = read_contents(path), read(path)
+        if rounder is not None:
+            files = replace(files, tensors={name: partial(_read, name, files, rounder) for name in files.tensors})
+        ak48.write(files, target, progress, mode=mode, check=lambda file: _open(file, target, ak48.read))
+    elif format_name == "gguf":
         contents, metadata = _describe(path)
+        contents = contents if rounder is None else rounder.apply(contents)
         check = partial(_check_result, target=target, path=path, contents=contents)
         write_gguf(target, contents, metadata, progress, mode=mode, check=check)
     else:
-        contents = _write_folder(path, target, format_name, progress, mode)
-    return checkpoint.summarize(contents).roundings
+        contents = _write_folder(path, target, format_name, progress, mode, rounder)
+    return Converted(checkpoint.summarize(contents).roundings, rounder.errors if rounder else {})
+
+
+def _read(name: str, files: ModelFiles, rounder: Rounder) -> Module | Array:
+    """Read a tensor of a model; a module is rounded."""
+    item = files.tensors[name]()
+    return rounder.round(name, item) if isinstance(item, Module) else item
 
 
 def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
     """Return the contents and the GGUF metadata of a checkpoint. A checkpoint that is not a model has no metadata."""
-    contents = checkpoint.read(path)
+    contents = read_contents(path)
     if container.is_gguf(path):
         return contents, {key: value for key, value in container.read(path)[0].items() if key not in FILE_FIELDS}
     if not _is_model(path):
@@ -90,17 +114,22 @@ def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a checkpoint is a language model: config.json or the GGUF metadata name its architecture."""
+    """Return whether a checkpoint is a language model: an ak48 file, or its configuration names its architecture."""
+    if is_ak48(path):
+        return True
     if container.is_gguf(path):
         return "general.architecture" in container.read(path)[0]
     config = replacement.find(path, "config.json")
     return config.is_file() and "model_type" in read_object(config)
 
 
-def _write_folder(path: Path, folder: Path, format_name: str, progress: Progress | None, mode: int) -> Contents:
-    """Write a folder, whose files have no permission that ``mode`` lacks, and return the contents of the source."""
+def _write_folder(
+    path: Path, folder: Path, format_name: str, progress: Progress | None, mode: int, rounder: Rounder | None
+) -> Contents:
+    """Write a folder, whose files have no permission that ``mode`` lacks, and return the contents to write."""
     folder = atomic.new_folder(folder)
-    contents = checkpoint.read(path)
+    contents = read_contents(path)
+    contents = contents if rounder is None else rounder.apply(contents)
     part = atomic.name_aside(folder)
     part.parent.mkdir(parents=True, exist_ok=True)
     part.mkdir()

