@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -216,3 +217,27 @@ def test_a_kv_cache_larger_than_the_free_memory_is_refused_before_it_is_allocate
 def test_an_invalid_model_configuration_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(**changes)
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return llm.load(llm_models.folder(tmp_path_factory.mktemp("model"), LLAMA), device="cpu")
+
+
+def test_a_chat_is_reset_to_its_system_message(language_model: LanguageModel) -> None:
+    chat = language_model.chat(system="Be brief.")
+    first = "".join(chat.say("Hi", max_tokens=5))
+    unfinished = chat.say("More", max_tokens=5)
+    next(unfinished)
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    assert chat.last is None
+    list(unfinished)
+    assert "".join(chat.say("Hi", max_tokens=5)) == first
+    assert len(chat.messages) == 3
+
+
+def test_models_and_chats_have_a_short_repr(language_model: LanguageModel) -> None:
+    form = r"LanguageModel\(llama, 2 layers, [\d.]+ MB of weights per step, context \d+, CPU \(.+\)\)"
+    assert re.fullmatch(form, repr(language_model))
+    assert repr(language_model.chat(capacity=64)) == f"Chat(0 messages, capacity of 64 tokens, {language_model!r})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import json
 import math
 import subprocess
 import sys
@@ -335,12 +337,28 @@ def test_the_generate_command_prints_what_the_library_generates(
     assert (code, out) == (0, f"Hello\n{texts[0]}\n\nTwo\n{texts[1]}\n\n")
 
 
+def test_prompts_come_from_arguments_files_and_standard_input(
+    path: Path,
+    model: LanguageModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    (tmp_path / "prompt.txt").write_text("thrée\n", encoding="utf-8")
+    options = ["--file", str(tmp_path / "prompt.txt"), "--max-tokens", "4", "--device", "cpu"]
+    code, out, _ = run(capsys, ["generate", str(path), "one", "-", *options])
+    prompts = ["one", "two\nlines", "thrée"]
+    texts = [completion.text for completion in model.generate(prompts, max_tokens=4)]
+    assert (code, out) == (0, "".join(f"{a}\n{b}\n\n" for a, b in zip(prompts, texts, strict=True)))
+
+
 def test_the_chat_command_reads_lines_until_the_end_of_input(path: Path, model: LanguageModel) -> None:
     command = [sys.executable, "-m", "cupy_awq", "chat", str(path), "--max-tokens", "5", "--device", "cpu"]
     result = subprocess.run(command, input=b"Hi\nMore\n", capture_output=True, check=True)
     chat = model.chat()
     answers = [said(chat, text, max_tokens=5) for text in ("Hi", "More")]
-    assert result.stdout.decode() == f"> {answers[0]}\n> {answers[1]}\n> "
+    assert result.stdout.decode() == f"{answers[0]}\n{answers[1]}\n"
 
 
 def test_the_score_command_prints_the_perplexity(
@@ -350,6 +368,14 @@ def test_the_score_command_prints_the_perplexity(
     code, out, _ = run(capsys, ["score", str(path), str(tmp_path / "text.txt"), "--device", "cpu"])
     assert code == 0
     assert f"perplexity      {model.score('Some text.').perplexity:.4f}\n" in out
+    code, out, _ = run(capsys, ["score", str(path), str(path), str(tmp_path / "text.txt"), "--device", "cpu", "--json"])
+    (row, again), score = json.loads(out), model.score("Some text.")
+    assert row == again
+    assert row["model"] == str(path)
+    assert (row["tokens"], row["log_likelihood"]) == (score.tokens, score.log_likelihood)
+    assert row["perplexity"] == score.perplexity
+    missing = run(capsys, ["score", str(path), "nothing", str(tmp_path / "text.txt"), "--device", "cpu"])
+    assert missing[:2] == (2, "")  # before the first model is scored
 
 
 def test_the_convert_command_writes_a_file_that_generates_the_same_text(
@@ -370,6 +396,11 @@ def test_the_convert_command_writes_a_file_that_generates_the_same_text(
         (["generate", "MODEL", "x", "--device", "gpu"], "device: expected cpu, cuda, cuda:N or the number of a GPU"),
         (["generate", "MODEL", "x", "--device", "99"], "device: expected "),
         (["score", "MODEL", "nothing.txt"], "nothing.txt"),
+        (["generate", "nothing"], "PROMPT: expected a text, - for standard input, or --file, got none"),
+        (["generate", "nothing", "-", "-"], "PROMPT: expected - once, got it several times"),
+        (["generate", "nothing", "x", "--file", "nothing.txt"], "nothing.txt"),
+        (["generate", "nothing", "x", "--max-tokens", "0"], "max_tokens: expected at least 1, got 0"),
+        (["chat", "nothing", "--stop", "x" * 1025], "stop: expected texts of at most 1024 characters, got 1025"),
         (["convert", "MODEL", "out"], "--format: expected one of autoawq"),
     ],
 )
@@ -395,7 +426,5 @@ def test_the_numpy_back_end_imports_no_cupy(path: Path) -> None:
 
 def test_a_missing_package_is_an_error_with_the_pip_command(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ValueError, match=r"tokenizers: expected an installed package, got none: pip install \"cupy-awq\[llm\]\""
-    ):
+    with pytest.raises(ValueError, match="tokenizers: expected an installed package, got none: pip install tokenizers"):
         llm.load(path, device="cpu")

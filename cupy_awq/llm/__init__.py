@@ -7,6 +7,7 @@ This subpackage needs the extra ``llm`` (packages tokenizers, jinja2 and gguf).
 from cupy_awq.llm.assemble import load
 from cupy_awq.llm.calibrate.model_quantizer import quantize
 from cupy_awq.llm.calibrate.quantization_report import Report
+from cupy_awq.llm.completion import Completion, Score, Stats
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.engine.engine import Engine
 from cupy_awq.llm.engine.generation import Generation
@@ -14,7 +15,7 @@ from cupy_awq.llm.engine.request import Delta, QueueFullError, Request, TokenCho
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.files.readers import read
-from cupy_awq.llm.language_model import Chat, Completion, ContextFullError, LanguageModel, Score, Stats
+from cupy_awq.llm.language_model import Chat, ContextFullError, LanguageModel
 
 __all__ = [
     "Chat",

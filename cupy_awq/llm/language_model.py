@@ -13,11 +13,11 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from cupy_awq.llm.completion import Completion, Score, Stats
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
 from cupy_awq.llm.decoder.states import Cache
@@ -46,60 +46,6 @@ class ContextFullError(ValueError):
     """The error for a conversation that exceeds its capacity. `Chat.say` can drop old turns (``drop_oldest``)."""
 
 
-@dataclass
-class Completion:
-    """The completion of a prompt.
-
-    Attributes:
-        text: the text, without special tokens and without the stop string.
-        tokens: the ids of all generated tokens, including a stop token.
-        reason: the cause of the end: "stop" for a stop token or a stop string, "length" for the token limit, "" if the
-            completion is unfinished.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    reason: str = ""
-
-
-@dataclass
-class Stats:
-    """The token counts and times of one `generate` or `Chat.say` call.
-
-    Attributes:
-        prompt_tokens: the number of prompt tokens that the model ran; tokens reused from the KV cache do not count.
-        prompt_seconds: the prefill time in seconds, including the choice of each completion's first token.
-        tokens: the number of tokens from decode steps, which excludes the first token of each completion.
-        steps: the number of decode steps; each step generates one token for every unfinished sequence.
-        seconds: the time in seconds from the end of the prefill to the end of the last step. It includes the time that
-            the caller spends between pieces of text, during which a GPU already runs the next step.
-    """
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Score:
-    """The log-likelihood of a text.
-
-    Attributes:
-        tokens: the number of scored tokens: all tokens of the text but the first.
-        log_likelihood: the sum of the log-probabilities of the scored tokens, in nats.
-    """
-
-    tokens: int
-    log_likelihood: float
-
-    @property
-    def perplexity(self) -> float:
-        """The perplexity: exp of the mean negative log-likelihood per token."""
-        return math.exp(-self.log_likelihood / self.tokens)
-
-
 class LanguageModel:
     """A model with its tokenizer on one device, created by `load`. It is not thread-safe.
 
@@ -115,6 +61,11 @@ class LanguageModel:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.stats = Stats()
+
+    def __repr__(self) -> str:
+        config, place = self.config, placement.device_name(self.model.ops.device_index)
+        size = f"{len(config.layers)} layers, {self.model.weight_bytes / 1e6:.1f} MB of weights per step"
+        return f"LanguageModel({config.model_type}, {size}, context {config.context}, {place})"
 
     def generate(
         self,
@@ -380,6 +331,15 @@ class Chat:
         with model._on_device():
             self._cache = model.model.ops.make_cache(1, capacity)
         self._turn = 0
+
+    def __repr__(self) -> str:
+        return f"Chat({len(self.messages)} messages, capacity of {self._cache.capacity} tokens, {self._model!r})"
+
+    def reset(self) -> None:
+        """Begin a new conversation with the same system message. An answer that is not complete is not added."""
+        self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        self.last = None
+        self._turn += 1
 
     def say(
         self,

@@ -9,10 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cupy_awq.check import HOST
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.runtime import device
 from cupy_awq.tools.progress import erase_bar, show_bar
 
@@ -23,18 +23,34 @@ MODEL = "a Hugging Face folder, a .gguf or .ak48 file, or the name smollm2"
 
 CHAT = """
 
-Each line is a message. An empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer."""
+Each line is a message. /reset begins a new conversation, /help lists the commands; /quit, an
+empty line or Ctrl-D ends, Ctrl-C stops an answer. From a pipe, lines are read without a prompt."""
+
+HELP = """/help   print this list
+/reset  begin a new conversation
+/quit   end, as an empty line and Ctrl-D do
+Ctrl-C  stop the answer; the printed part stays in the conversation"""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     question = 'smollm2 "What is the capital of France?"'
-    generate = command(
-        "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
-    )
+    examples = [question, f"{question} --temperature 0.7 --seed 1", "smollm2 - < question.txt"]
+    generate = command("generate", _generate, "complete prompts", "", examples)
     generate.add_argument("model", metavar="MODEL", help=MODEL)
     generate.add_argument(
-        "prompts", metavar="PROMPT", nargs="*", type=_text, help="a user's message; several run as one batch"
+        "prompts",
+        metavar="PROMPT",
+        nargs="*",
+        type=_text,
+        help="a user's message, or - for all of standard input; several run as one batch",
+    )
+    generate.add_argument(
+        "--file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a file in UTF-8 with a user's message, after those of PROMPT; repeatable",
     )
     generate.add_argument(
         "--input",
@@ -70,7 +86,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     scored = ["smollm2 text.txt", "SmolLM2-135M/ SmolLM2-135M-AWQ/ text.txt"]
     score = command("score", _score, "print the perplexity of a text", "", scored)
     score.add_argument("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared in a table")
-    score.add_argument("text", metavar="FILE", type=Path, help="a text file in UTF-8")
+    score.add_argument("text", metavar="FILE", help="a text file in UTF-8, or - for standard input")
+    score.add_argument("--json", action="store_true", help="print a list of objects instead of text")
     _add_device(score)
 
 
@@ -129,9 +146,10 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    sampling = _sampling(args)
-    if (args.input is None) != (args.output is None) or (args.input is None) != bool(args.prompts):
+    sampling = _check_choices(args)
+    if (args.input is None) != (args.output is None) or (args.input and (args.prompts or args.file)):
         raise ValueError("generate: expected prompts, or --input and --output")
+    prompts = _read_prompts(args) if args.input is None else []
     model = _load(args.model, args.device)
     if args.input is not None:
         from cupy_awq.tools import generate_file
@@ -142,7 +160,7 @@ def _generate(args: argparse.Namespace) -> int:
         if failed:
             print(f"generate: {failed} prompts have an error instead of an answer", file=sys.stderr)
         return int(failed > 0)
-    alone = len(args.prompts) == 1
+    alone = len(prompts) == 1
     options = {
         "raw": args.raw,
         "special_tokens": args.special_tokens,
@@ -151,8 +169,8 @@ def _generate(args: argparse.Namespace) -> int:
         "sampling": sampling,
         "stop": args.stop,
     }
-    completions = model.generate(args.prompts, **options, on_text=(lambda _, text: _write(text)) if alone else None)
-    for prompt, completion in zip(args.prompts, completions, strict=True):
+    completions = model.generate(prompts, **options, on_text=(lambda _, text: _write(text)) if alone else None)
+    for prompt, completion in zip(prompts, completions, strict=True):
         _write("\n" if alone else f"{prompt}\n{completion.text}\n")
         _explain_end(completion, args.max_tokens, "context")
         if not alone:
@@ -165,13 +183,19 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from cupy_awq.llm import ContextFullError
 
-    sampling = _sampling(args)
+    sampling = _check_choices(args)
     model = _load(args.model, args.device)
     chat = model.chat(capacity=args.context, system=args.system, template_args=dict(args.template_arg))
     while True:
-        text = _read_line("> ")
-        if not text:
+        text = _read_line("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+        if text in ("", "/quit"):
             return 0
+        if text == "/help":
+            print(HELP)
+            continue
+        if text == "/reset":
+            chat.reset()
+            continue
         try:
             _answer(chat, text, args, sampling, args.drop_oldest)
         except ContextFullError as error:
@@ -192,7 +216,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _read_line(question: str) -> str:
-    """Prompt with ``question`` and return the next line of standard input, or "" at its end."""
+    """Print ``question`` and return the next line of standard input, or "" at its end."""
     try:
         return input(question)
     except EOFError:
@@ -220,37 +244,64 @@ def _explain_end(completion: Completion, max_tokens: int, full: str) -> None:
 
 
 def _score(args: argparse.Namespace) -> int:
-    try:
-        text = args.text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{args.text}: expected text in UTF-8, got {error}") from None
-    if len(args.models) > 1:
-        return _compare(args, text)
-    score = _load(args.models[0], args.device).score(text)
-    print(f"tokens          {score.tokens}")
-    print(f"log-likelihood  {score.log_likelihood:.3f} nats")
-    print(f"perplexity      {score.perplexity:.4f}")
-    return 0
-
-
-def _compare(args: argparse.Namespace, text: str) -> int:
-    """Print a table of the models' scores. The last column is the loss per token minus the first model's."""
+    text = _read_text(args.text)
+    for name in args.models:
+        locate(name)
     width = max(map(len, args.models))
-    print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
-    first = None
+    is_table = len(args.models) > 1 and not args.json
+    if is_table:
+        print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
+    rows: list[dict[str, Any]] = []
     for name in args.models:
         score = _load(name, args.device).score(text)
-        mean = -score.log_likelihood / score.tokens
-        first = mean if first is None else first
-        print(
-            f"{name:{width}}  {score.tokens:6}  {score.perplexity:10.4f}  {mean:10.5f}  {mean - first:+.4f}", flush=True
-        )
+        row = {"model": name, "tokens": score.tokens, "log_likelihood": score.log_likelihood}
+        rows.append({**row, "perplexity": score.perplexity})
+        if is_table:  # the last column is the loss per token minus the first model's
+            mean, first = (-row["log_likelihood"] / row["tokens"] for row in (rows[-1], rows[0]))
+            numbers = f"{score.tokens:6}  {score.perplexity:10.4f}  {mean:10.5f}  {mean - first:+.4f}"
+            print(f"{name:{width}}  {numbers}", flush=True)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    elif not is_table:
+        print(f"tokens          {score.tokens}")
+        print(f"log-likelihood  {score.log_likelihood:.3f} nats")
+        print(f"perplexity      {score.perplexity:.4f}")
     return 0
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
-    from cupy_awq.llm import Sampling
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts of `generate`. Raises ValueError if there is none, or standard input is named twice."""
+    if not args.prompts and not args.file:
+        raise ValueError("PROMPT: expected a text, - for standard input, or --file, got none")
+    if args.prompts.count("-") > 1:
+        raise ValueError("PROMPT: expected - once, got it several times")
+    texts = [_read_text(prompt).removesuffix("\n") if prompt == "-" else prompt for prompt in args.prompts]
+    return texts + [_read_text(file).removesuffix("\n") for file in args.file]
 
+
+def _read_text(file: str) -> str:
+    """Return the text of a file in UTF-8, or of standard input for "-", up to the length that is refused later.
+
+    Raises OSError if the file cannot be read, and ValueError if it is not UTF-8.
+    """
+    from cupy_awq.llm.text.chat_template import MAX_CHARACTERS
+
+    if file == "-":
+        return sys.stdin.read(MAX_CHARACTERS + 1)
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return opened.read(MAX_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected text in UTF-8, got {error}") from None
+
+
+def _check_choices(args: argparse.Namespace) -> Sampling:
+    """Return the sampling parameters. Raises ValueError for an option that `generate` would refuse later."""
+    from cupy_awq.llm import Sampling
+    from cupy_awq.llm.generate_arguments import check_max_tokens, check_stop
+
+    check_max_tokens(args.max_tokens)
+    check_stop(args.stop)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return Sampling(**{name: getattr(args, name) for name in names})
 
