@@ -335,6 +335,23 @@ def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str
     assert text == cupy_awq.explain(1, 12288, 4096, 128, arch=90, layer=True, order=True) + "\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--layer", "--order"], ["--op", "conv2d"]])
+def test_explain_prints_the_table_as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", "4096x4096", "--m", "1,16", "--arch", "90", *options]
+    texts = output(capsys, *command).split("\n\n")
+    found = json.loads(output(capsys, *command, "--json"))
+    for case, text in zip(found, texts, strict=True):
+        head, _, *lines = text.splitlines()
+        assert head == f"{case['problem']} on {case['gpu']} (sm_{case['arch']})"
+        table = lines[: len(case["kernels"])]
+        for kernel, line in zip(case["kernels"], table, strict=True):
+            assert line.endswith(kernel["configuration"])
+            assert line.startswith("-> ") == kernel["is_chosen"]
+            assert (kernel["us"] is None) == (kernel["time"] is None) == ("  -  -  " in line)
+        assert lines[len(table) :] == case["notes"]
+        assert case["notes"][0].startswith(("work", "modelled parts", "chosen"))
+
+
 @pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90")])
 def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "explain", "4096x4096", "--op", op, "--m", "1024", "--arch", "90")

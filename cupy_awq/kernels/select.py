@@ -340,6 +340,40 @@ def _applies(m: int, candidate: Candidate, entry: TunedConfig, best: Candidate) 
     return m <= ONE_TILE_M or m == entry.m or best.us >= TUNED_LIMIT * candidate.us
 
 
+class ExplainedKernel(NamedTuple):
+    """A line of the table of `explain`."""
+
+    kernel: str
+    """The name of the family."""
+    us: float | None
+    """The time in microseconds, or None if the family is not legal."""
+    time: str | None
+    """"modelled" or "measured", or None."""
+    configuration: str
+    """The configuration, or the reason why the family is not legal."""
+    is_chosen: bool = False
+    """Whether this is the configuration that runs."""
+
+
+def explain_kernels(problem: KernelProblem, device: Device) -> list[ExplainedKernel]:
+    """Return the lines of the table of `explain`, in its order."""
+    choice = choose(problem, device)
+    lines = []
+    for name, some in candidates(problem, device).items():
+        if isinstance(some, str):
+            lines.append(ExplainedKernel(name, None, None, some))
+        elif name != choice.name:
+            lines.append(ExplainedKernel(name, some[0].us, "modelled", config_text(some[0].config)))
+        else:
+            us, source = next(c.us for c in some if c.config == choice.config), "modelled"
+            if choice.tuned is not None and choice.tuned.us is not None:
+                us, source = choice.tuned.us, "measured"
+            lines.append(ExplainedKernel(name, us, source, config_text(choice.config), is_chosen=True))
+            others = [c for c in some if c.config != choice.config][:RUNNERS_UP]
+            lines += [ExplainedKernel(name, c.us, "modelled", config_text(c.config)) for c in others]
+    return lines
+
+
 def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
@@ -354,21 +388,12 @@ def explain(problem: KernelProblem, device: Device) -> str:
     lines = [f"{problem} on {device.name} (sm_{device.arch})"]
     lines.append(f"   {'kernel':{width}}       us  time      configuration")
 
-    def add(mark: str, name: str, us: float, source: str, config: Config) -> None:
-        lines.append(f"{mark:2} {name:{width}} {us:8.1f}  {source:8}  {config_text(config)}".rstrip())
-
-    for name, some in candidates(problem, device).items():
-        if isinstance(some, str):
-            lines.append(f"   {name:{width}}        -  -         {some}")
-        elif name != choice.name:
-            add("", name, some[0].us, "modelled", some[0].config)
-        else:
-            us, source = next(c.us for c in some if c.config == choice.config), "modelled"
-            if choice.tuned is not None and choice.tuned.us is not None:
-                us, source = choice.tuned.us, "measured"
-            add("->", name, us, source, choice.config)
-            for other in [c for c in some if c.config != choice.config][:RUNNERS_UP]:
-                add("", "", other.us, "modelled", other.config)
+    earlier = ""
+    for name, us, source, text, is_chosen in explain_kernels(problem, device):
+        time = "       -  -       " if us is None else f"{us:8.1f}  {source:8}"
+        shown = "" if name == earlier else name
+        lines.append(f"{'->' if is_chosen else '':2} {shown:{width}} {time}  {text}".rstrip())
+        earlier = name
     work = choice.family.describe_work(choice.config, problem)
     if work is not None:
         lines.append(f"work: {work}")

@@ -236,6 +236,27 @@ def explain(
     >>> [line.split()[1] for line in lines if line.startswith("->")]
     ['gemm_sm90']
     """
+    problem, gpu = make_typical_problem(
+        m, k, n, group_size, dtype, arch=arch, device=device, layer=layer, order=order, batch_invariant=batch_invariant
+    )
+    text = select.explain(problem, gpu)
+    return f"{text}\n{gather_columns.explain(replace(problem, gathers_x=True), gpu)}" if order else text
+
+
+def make_typical_problem(
+    m: int,
+    k: int,
+    n: int,
+    group_size: int,
+    dtype: Any,
+    *,
+    arch: int | str | None,
+    device: str | None,
+    layer: bool,
+    order: bool,
+    batch_invariant: bool,
+) -> tuple[Problem, devices.Device]:
+    """Validate the arguments of `explain`; return the problem, for contiguous arrays, and the GPU."""
     m, k, n = (check_scalar.validate_integer(size, name, 1) for name, size in (("m", m), ("k", k), ("n", n)))
     layer = check_scalar.validate_flag(layer, "layer")
     order = check_scalar.validate_flag(order, "order")
@@ -248,8 +269,5 @@ def explain(
     gpu = devices.find(arch, device)
     layouts = select.weight_layouts(k, n, size, "float16", "packed", gpu) if layer else (AWQ,)
     problem = Problem(m, n, k, size, element.name, layouts=layouts, batch_invariant=batch_invariant)
-    if not order:
-        return select.explain(problem, gpu)
     gathering = replace(problem, gathers_x=True)
-    is_fused = gather_columns.is_fused(gathering, gpu)
-    return f"{select.explain(gathering if is_fused else problem, gpu)}\n{gather_columns.explain(gathering, gpu)}"
+    return gathering if order and gather_columns.is_fused(gathering, gpu) else problem, gpu

@@ -20,6 +20,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
+from cupy_awq.runtime.device import Device
 from cupy_awq.tools import blas_threads, convert_command, llm_commands, quantize_command, serve_command, system
 from cupy_awq.tools.operation_arguments import (
     OPERATION_OPTIONS,
@@ -200,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="gemm: configurations for which the bits of a row of y do not depend on M",
     )
+    explain.add_argument("--json", action="store_true", help="print a list of objects instead of text")
     llm_commands.add(command)
     serve_command.add(command)
     quantize_command.add(command)
@@ -408,9 +410,13 @@ def _explain(args: argparse.Namespace) -> int:
     cases = [(m, k, n) for k, n in args.shapes for m in args.m or MS]
     if op != "gemm":
         return _explain_problem(args, op, cases)
-    names = ("group_size", "dtype", "arch", "device", "layer", "order", "batch_invariant")
-    options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return _print_explained([cupy_awq.explain(*case, **options) for case in cases], args)
+    from cupy_awq.ops.gemm import make_typical_problem
+
+    names = ("arch", "device", "layer", "order", "batch_invariant")
+    options = {name: getattr(args, name) for name in names}
+    options |= {"group_size": 128 if args.group_size is None else args.group_size, "dtype": args.dtype or "float16"}
+    problems = [make_typical_problem(*case, **options) for case in cases]
+    return _print_explained(args, problems, [cupy_awq.explain(*case, **options) for case in cases])
 
 
 def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, int, int]]) -> int:
@@ -421,12 +427,21 @@ def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, i
 
     settings = make_settings(args, HOST, dtype=args.dtype)
     gpu = device.find(args.arch, args.device)
-    problems = [typical_problem(op, (k, n), m, settings) for m, k, n in cases]
-    return _print_explained([select.explain(problem, gpu) for problem in problems], args)
+    problems = [(typical_problem(op, (k, n), m, settings), gpu) for m, k, n in cases]
+    return _print_explained(args, problems, [select.explain(*problem) for problem in problems])
 
 
-def _print_explained(texts: Sequence[str], args: argparse.Namespace) -> int:
-    print("\n\n".join(texts))
+def _print_explained(args: argparse.Namespace, problems: Sequence[tuple[Any, Device]], texts: Sequence[str]) -> int:
+    """Print the texts, or their tables and the lines below them as JSON."""
+    from cupy_awq.kernels import select
+
+    tables = [[kernel._asdict() for kernel in select.explain_kernels(*problem)] for problem in problems]
+    found = [
+        {"problem": str(problem), "gpu": gpu.name, "arch": gpu.arch, "kernels": table}
+        | {"notes": text.splitlines()[2 + len(table) :]}
+        for (problem, gpu), table, text in zip(problems, tables, texts, strict=True)
+    ]
+    _print(found, "\n\n".join(texts), args.json)
     if args.arch is None and args.device is None and not placement.gpu_count():
         print("explain: no GPU here, so an H100 is assumed; --arch or --device assumes another", file=sys.stderr)
     return 0
