@@ -26,8 +26,12 @@ from tests import (
     test_formats,
     test_formats_experts,
     test_formats_gguf,
+    test_header_limits,
     test_llm_sentencepiece,
 )
+
+PARTS = tuple(f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3))
+"""The names of the parts of a split GGUF file."""
 
 MESSAGES = [{"role": "user", "content": "Hi <|im_end|> é"}, {"role": "assistant", "content": "Ok."}]
 
@@ -119,6 +123,13 @@ def _write_gguf(path: Path) -> None:
     llm_models.gguf_file(path / "m.gguf", {"ffn_down": "Q8_0", "attn_v": "Q4_0"})
 
 
+def _write_split(path: Path) -> None:
+    """Write a GGUF file in three parts; the whole file goes."""
+    _write_gguf(path)
+    test_header_limits.split(path / "m.gguf", 3)
+    (path / "m.gguf").unlink()
+
+
 def _write_gguf_kinds(path: Path) -> None:
     kinds = ("Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "Q5_0")
     names = ("attn_q", "attn_k", "attn_v", "ffn_up", "ffn_down", "other")
@@ -183,6 +194,7 @@ def _all_readers() -> list[Reader]:
         ),
         Reader("template", _write_template, ("chat_template.jinja",), read_tokenizer),
         Reader("gguf", _write_gguf, ("m.gguf",), lambda path: read_model(path / "m.gguf")),
+        Reader("gguf parts", _write_split, PARTS, lambda path: read_model(path / PARTS[0])),
         Reader("gguf tokenizer", _write_gguf, ("m.gguf",), lambda path: read_tokenizer(path / "m.gguf")),
         Reader("gguf sentencepiece", _write_sentence_piece, ("m.gguf",), lambda path: read_tokenizer(path / "m.gguf")),
         Reader("gguf types", _write_gguf_kinds, ("m.gguf",), lambda path: read_checkpoint(path / "m.gguf")),
