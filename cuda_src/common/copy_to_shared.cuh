@@ -21,8 +21,7 @@ struct CopyDirect {
     start<uint32_t>(shared_address, source, valid);
   }
   __device__ __forceinline__ void commit() const {}
-  template <int PENDING>
-  __device__ __forceinline__ void wait() const {}
+  template <int PENDING> __device__ __forceinline__ void wait() const {}
 };
 
 // Copies with cp.async; sm_80 and newer.
@@ -34,8 +33,5 @@ struct CopyAsync {
     ptx::cp_async_4(shared_address, source, valid ? 4 : 0);
   }
   __device__ __forceinline__ void commit() const { ptx::cp_async_commit_group(); }
-  template <int PENDING>
-  __device__ __forceinline__ void wait() const {
-    ptx::cp_async_wait_group<PENDING>();
-  }
+  template <int PENDING> __device__ __forceinline__ void wait() const { ptx::cp_async_wait_group<PENDING>(); }
 };

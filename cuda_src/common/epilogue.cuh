@@ -22,8 +22,7 @@ struct EpilogueOptions {
 // The operands of the epilogue: bias Options::Bias [n], residual T [m, n] (gated: [m, n / 2]) with row stride ldr, and
 // the bounds of kClamp. n is the number of weight columns; if gated, the first n / 2 are the gate and the others
 // the up projection.
-template <class T, class Options>
-struct Epilogue {
+template <class T, class Options> struct Epilogue {
   const typename Options::Bias* bias;
   const T* residual;
   float low;
@@ -58,8 +57,7 @@ struct Epilogue {
 
   // Returns eight adjacent values of the residual, or zeros without a residual. WHOLE: the address of the values is a
   // multiple of 16 bytes.
-  template <bool WHOLE>
-  __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
+  template <bool WHOLE> __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
     Vector<T, 8> out = {};
     if constexpr (Options::kHasResidual) load<WHOLE>(out, residual + static_cast<int64_t>(row) * ldr + column);
     return out;
@@ -83,8 +81,7 @@ struct Epilogue {
 
 // Returns the index of the weight column that column `local` of a CTA tile holds, or a value >= n if there is no such
 // column. A gated tile has BLOCK_WIDTH / 2 columns of the gate, then the matching columns of the up projection.
-template <class Options, int BLOCK_WIDTH>
-__device__ __forceinline__ int weight_column(int tile, int local, int n) {
+template <class Options, int BLOCK_WIDTH> __device__ __forceinline__ int weight_column(int tile, int local, int n) {
   if constexpr (!Options::kGated) return tile * BLOCK_WIDTH + local;
   constexpr int kHalf = BLOCK_WIDTH / 2;
   const int column = tile * kHalf + local % kHalf;

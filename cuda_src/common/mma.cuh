@@ -5,8 +5,7 @@
 #include "ptx/mma.cuh"
 #include "common/types.cuh"
 
-template <class T>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <class T> __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
 template <>
 __device__ __forceinline__ void mma<half_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -24,7 +23,6 @@ __device__ __forceinline__ void mma<bfloat16_t>(float (&c)[4], const uint32_t (&
 }
 
 // Returns two values, each rounded to T, in one register.
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+template <class T> __device__ __forceinline__ uint32_t pack(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 }

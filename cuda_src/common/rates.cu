@@ -39,8 +39,7 @@ __device__ __forceinline__ unsigned read(const uint4* source, long long vectors,
 }
 
 // Issues the instruction of Config::kKind on all accumulators.
-template <typename C>
-__device__ __forceinline__ unsigned multiply(int rounds) {
+template <typename C> __device__ __forceinline__ unsigned multiply(int rounds) {
   constexpr bool kIsInteger = C::kKind == kMmaM8N8K16S8 || C::kKind == kMmaM16N8K32S8;
   float sums[kChains][4] = {};
   int counts[kChains][4] = {};
@@ -63,8 +62,7 @@ __device__ __forceinline__ unsigned multiply(int rounds) {
   return sum;
 }
 
-template <typename C>
-__device__ __forceinline__ unsigned run(const uint4* source, long long vectors, int rounds) {
+template <typename C> __device__ __forceinline__ unsigned run(const uint4* source, long long vectors, int rounds) {
   if constexpr (C::kKind == kRead) return read(source, vectors, rounds);
   if constexpr (C::kKind > kChase) return multiply<C>(rounds);
   unsigned at = 0;

@@ -12,8 +12,7 @@
 // Running sums of a thread's COUNT accumulators over the completed slices: in registers, or, if the accumulators leave
 // too few registers, in shared memory at `memory`, float4 [COUNT / 4][SHARED_THREADS]. With one slice (kSlices == 1),
 // all functions of this struct do nothing.
-template <int COUNT, int kSlices, int SHARED_THREADS = 0>
-struct SliceSums {
+template <int COUNT, int kSlices, int SHARED_THREADS = 0> struct SliceSums {
   static constexpr bool kIsShared = SHARED_THREADS != 0 && kSlices > 1;
   int tiles;  // number of k tiles
   int next = 1;

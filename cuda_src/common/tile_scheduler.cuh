@@ -48,8 +48,7 @@ __device__ __forceinline__ constexpr auto slice_begin(Units units, Index index, 
 
 // The unit of a cluster of kClusterSize CTAs: tile() in a grid of (n_blocks * kClusterSize, m_blocks) CTAs, whose
 // clusters share a tile; or, in a kernel that may also be persistent, `unit` as in PersistentTileScheduler.
-template <int kClusterSize>
-struct StaticTileScheduler {
+template <int kClusterSize> struct StaticTileScheduler {
   int unit;
   bool valid = true;
 
@@ -69,8 +68,7 @@ struct StaticTileScheduler {
 // The tile scheduler of a persistent cluster of kClusterSize CTAs, with units from 0 to units - 1. Usage:
 //
 //   for (PersistentTileScheduler<kClusterSize> scheduler(units); scheduler.is_valid(); scheduler.advance())
-template <int kClusterSize>
-struct PersistentTileScheduler {
+template <int kClusterSize> struct PersistentTileScheduler {
   int units;
   int unit;
 
@@ -90,8 +88,7 @@ struct PersistentTileScheduler {
 //
 // A cluster processes its share from the last unit to the first. So the cluster starts with the unit that a later
 // cluster finishes, and the partial sums of the earlier cluster are ready when the later one adds them.
-template <int kClusterSize, bool kUseStreamK>
-struct StreamKTileScheduler {
+template <int kClusterSize, bool kUseStreamK> struct StreamKTileScheduler {
   int m_blocks, n_blocks;  // numbers of units along m and n
   int k_tiles;             // number of k tiles per unit
   int cluster_idx;

@@ -20,38 +20,29 @@ struct bfloat16_t {
   uint16_t bits;
 };
 
-template <class T>
-constexpr bool kIsHalf = false;
-template <>
-constexpr bool kIsHalf<half_t> = true;
+template <class T> constexpr bool kIsHalf = false;
+template <> constexpr bool kIsHalf<half_t> = true;
 
-template <bool kCondition, class First, class Second>
-struct SelectType {
+template <bool kCondition, class First, class Second> struct SelectType {
   using Type = First;
 };
-template <class First, class Second>
-struct SelectType<false, First, Second> {
+template <class First, class Second> struct SelectType<false, First, Second> {
   using Type = Second;
 };
 // First if kCondition, else Second.
-template <bool kCondition, class First, class Second>
-using Select = typename SelectType<kCondition, First, Second>::Type;
+template <bool kCondition, class First, class Second> using Select =
+    typename SelectType<kCondition, First, Second>::Type;
 
 __device__ __forceinline__ float to_float(half_t value) { return ptx::cvt_f32_f16(value.bits); }
 __device__ __forceinline__ float to_float(bfloat16_t value) { return __uint_as_float(uint32_t{value.bits} << 16); }
 __device__ __forceinline__ float to_float(float value) { return value; }
 
 // Converts a float32 to T, rounded to nearest even.
-template <class T>
-__device__ __forceinline__ T from_float(float value);
+template <class T> __device__ __forceinline__ T from_float(float value);
 
-template <>
-__device__ __forceinline__ half_t from_float<half_t>(float value) {
-  return {ptx::cvt_rn_f16_f32(value)};
-}
+template <> __device__ __forceinline__ half_t from_float<half_t>(float value) { return {ptx::cvt_rn_f16_f32(value)}; }
 
-template <>
-__device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float value) {
+template <> __device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float value) {
 #if __CUDA_ARCH__ >= 800
   return {ptx::cvt_rn_bf16_f32(value)};
 #else
@@ -62,20 +53,15 @@ __device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float value) {
 #endif
 }
 
-template <>
-__device__ __forceinline__ float from_float<float>(float value) {
-  return value;
-}
+template <> __device__ __forceinline__ float from_float<float>(float value) { return value; }
 
 // COUNT adjacent values, which a single instruction loads or stores if the address is a multiple of the vector's size.
-template <class T, int COUNT>
-struct alignas(sizeof(T) * COUNT) Vector {
+template <class T, int COUNT> struct alignas(sizeof(T) * COUNT) Vector {
   T values[COUNT];
 };
 
 // Loads a vector, with a single instruction if WHOLE, otherwise value by value.
-template <bool WHOLE, class T, int COUNT>
-__device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
+template <bool WHOLE, class T, int COUNT> __device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
   if constexpr (WHOLE) {
     out = *reinterpret_cast<const Vector<T, COUNT>*>(source);
   } else {

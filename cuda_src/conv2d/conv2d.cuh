@@ -30,8 +30,7 @@ struct Output {
 
 // Returns the coordinates of element `index` of y in memory order. If a thread's index is its element, adjacent threads
 // store adjacent elements.
-template <bool kNhwc>
-__device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
+template <bool kNhwc> __device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
   const int all = s.outputs * s.groups;
   const int pixels = s.out_h * s.out_w;
   const int64_t within = index % (static_cast<int64_t>(all) * pixels);

@@ -80,10 +80,10 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
 using Kernel = Conv2dSm90<Config>;
 
 // The role of one lane of the producer warp: copies the K chunks from `begin` to `end` of all tiles of the CTA.
-template <class C>
-__device__ __forceinline__ void produce(const typename C::SharedStorage& shared, const Convolution<C>& sizes,
-                                        const uint8_t* weight, const uint32_t* parameters, const TensorMap* x_map,
-                                        const typename C::Chunk& first_chunk, int begin, int end) {
+template <class C> __device__ __forceinline__ void produce(const typename C::SharedStorage& shared,
+                                                           const Convolution<C>& sizes, const uint8_t* weight,
+                                                           const uint32_t* parameters, const TensorMap* x_map,
+                                                           const typename C::Chunk& first_chunk, int begin, int end) {
   const auto x_pipeline = shared.x_pipeline();
   const auto weight_pipeline = shared.weight_pipeline();
   auto x_state = PipelineState<C::kXStages>::producer();
@@ -221,11 +221,11 @@ __device__ __forceinline__ void store_groups(const Convolution<C>& sizes, typena
 }
 
 // The arguments are those of the kernel.
-template <class C>
-__device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* weight, const uint32_t* parameters,
-                                                  const typename C::Bias* bias, typename C::T* y,
-                                                  const TensorMap* x_map, const Convolution<C>& sizes, float low,
-                                                  float high) {
+template <class C> __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* weight, const uint32_t* parameters,
+                                                                     const typename C::Bias* bias, typename C::T* y,
+                                                                     const TensorMap* x_map,
+                                                                     const Convolution<C>& sizes, float low,
+                                                                     float high) {
   using T = typename C::T;
   extern __shared__ __align__(1024) uint8_t memory[];
   const typename C::SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};

@@ -10,8 +10,7 @@
 
 // A K chunk: one filter tap (fy, fx) x 64 input channels, from channel 64 * channel_chunk. K chunks are ordered by
 // channels first, so all taps of the same channels are adjacent.
-template <bool kHalo>
-struct KChunk {
+template <bool kHalo> struct KChunk {
   int channel_chunk, fy, fx;
 
   __device__ __forceinline__ void advance(int kernel_h, int kernel_w) {
@@ -26,8 +25,7 @@ struct KChunk {
 };
 
 // The host's constants, and those that follow from them.
-template <class Host>
-struct Conv2dSm90 : Host {
+template <class Host> struct Conv2dSm90 : Host {
   static constexpr bool kDense = Host::kBits == 16;
   static constexpr int kWarpgroups = Host::kWgCo * Host::kWgPx;
   static constexpr int kConsumerWarps = kWarpgroups * 4;
@@ -89,8 +87,7 @@ struct Conv2dSm90 : Host {
 };
 
 // The sizes of a convolution, with which the kernel is launched, and the positions of tiles.
-template <class C>
-struct Convolution {
+template <class C> struct Convolution {
   int tiles, image_tiles, tiles_w, co_blocks, co_tiles, k_chunks;
   int batch, outputs, kernel_h, kernel_w, out_h, out_w;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;

@@ -12,8 +12,7 @@
 #include "ptx/wgmma_shared.cuh"
 
 // The scales and offsets of a lane's outputs g and g + 8; each register holds the same value in both halves.
-template <class C>
-struct Parameters {
+template <class C> struct Parameters {
   uint32_t scales[C::kParameterGroups][2];
   uint32_t offsets[C::kParameterGroups][2];
 
@@ -31,8 +30,7 @@ struct Parameters {
 };
 
 // The codes of one K chunk that a thread holds.
-template <class C>
-struct ChunkCodes {
+template <class C> struct ChunkCodes {
   using T = typename C::T;
 
   Vector<uint32_t, 4> vectors[C::kBits / 4];
@@ -73,8 +71,7 @@ struct ChunkCodes {
 };
 
 // A warpgroup that dequantizes the weight of the next K chunk while the tensor cores multiply the current one.
-template <class C>
-struct CodesMainLoop {
+template <class C> struct CodesMainLoop {
   using Operand = uint32_t[C::kSteps][4];
 
   typename C::SharedStorage shared;
@@ -158,8 +155,7 @@ struct CodesMainLoop {
 };
 
 // A warpgroup that reads the dequantized weight from shared memory.
-template <class C>
-struct DenseMainLoop {
+template <class C> struct DenseMainLoop {
   typename C::SharedStorage shared;
   const Convolution<C>& sizes;
   uint32_t a_offset, b_offset;  // of the warpgroup's outputs in a stage of the weight, and its pixels in a stage of x

@@ -50,10 +50,10 @@ struct TokenFactors {
   // Applies RMSNorm and RoPE to the query heads of this CTA, each warp to one head at a time, and passes the results to
   // take(head, pairs). If `appends`, also writes the new key and value to shared memory (new_key, new_value) and to the
   // cache (k, v).
-  template <class Take>
-  __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads, int head_block, int kv_head,
-                                                    float eps, bool appends, X* new_key, X* new_value, X* k, X* v,
-                                                    Take take) const {
+  template <class Take> __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads,
+                                                                          int head_block, int kv_head, float eps,
+                                                                          bool appends, X* new_key, X* new_value, X* k,
+                                                                          X* v, Take take) const {
     for (int unit = threadIdx.x / 32; unit < kHeads + (appends ? 2 : 0); unit += kWarps) {
       const bool is_q = unit < kHeads, is_v = unit == kHeads + 1;
       const X* in = qkv + (is_q ? head_block * kHeads + unit : heads + (is_v ? kv_heads : 0) + kv_head) * kHeadDim;

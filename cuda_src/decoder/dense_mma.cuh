@@ -32,9 +32,8 @@ using Chunk = Vector<uint32_t, 4>;  // 16 bytes
 // The class Weight defines kLaneK, the number of values per lane and step; Loaded, a lane's part of w; load(out,
 // column, k_begin), which loads this part; and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of `loaded` to
 // two pairs of X.
-template <class Weight>
-__device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight, const float* bias, Y* y, int m, int n,
-                                               int k) {
+template <class Weight> __device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight,
+                                                                       const float* bias, Y* y, int m, int n, int k) {
   constexpr int kStepK = 4 * Weight::kLaneK;
   constexpr int kWarpK = kStepK * kSteps;
   constexpr int kPassK = kWarps * kWarpK;  // extent along k of a pass: kSteps steps of each warp

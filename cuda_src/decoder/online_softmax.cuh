@@ -28,9 +28,9 @@ struct OnlineSoftmax {
 
   // Adds COUNT keys and values to the softmax of each group; keys with is_valid = false are masked. `query` is
   // premultiplied by scale * log2(e). All lanes of a warp must call this function.
-  template <int COUNT>
-  __device__ __forceinline__ void add(const float (&query)[kHeads][8], const Chunk (&keys)[COUNT],
-                                      const Chunk (&values)[COUNT], const bool (&is_valid)[COUNT]) {
+  template <int COUNT> __device__ __forceinline__ void add(const float (&query)[kHeads][8], const Chunk (&keys)[COUNT],
+                                                           const Chunk (&values)[COUNT],
+                                                           const bool (&is_valid)[COUNT]) {
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
       float score[COUNT];

@@ -19,8 +19,7 @@ static_assert(kHeadDim % 2 == 0, "RoPE rotates pairs");
 struct Pairs {
   float first[kPairs], second[kPairs];
 
-  template <class T>
-  static __device__ __forceinline__ Pairs load(const T* a, const T* b) {
+  template <class T> static __device__ __forceinline__ Pairs load(const T* a, const T* b) {
     Pairs pairs;
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
@@ -31,8 +30,7 @@ struct Pairs {
     return pairs;
   }
   // Calls take(i, value) for each value of this lane, where i is the dim of the head.
-  template <class Take>
-  __device__ __forceinline__ void for_each(Take take) const {
+  template <class Take> __device__ __forceinline__ void for_each(Take take) const {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int i = threadIdx.x % 32 + 32 * j;
@@ -41,8 +39,7 @@ struct Pairs {
       take(i + kHalf, second[j]);
     }
   }
-  template <class T>
-  __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
+  template <class T> __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
     for_each([&](int i, float value) { head[i] = from_float<T>(value * factor); });
   }
   // Applies RMSNorm with `weight`, then RoPE with `rotation`, the pairs (cos, sin).

@@ -180,9 +180,9 @@ struct RadixSelect {
 
 // Returns the largest value v such that the weights of all values >= v sum to at least `wanted`: a radix select over
 // the 8-bit digits of the keys, highest digit first. Weights are integers, so the sum does not depend on its order.
-template <class Weight>
-__device__ __forceinline__ float find_threshold(const Logits& values, int vocab, unsigned long long wanted,
-                                                Weight weight, RadixSelect& shared) {
+template <class Weight> __device__ __forceinline__ float find_threshold(const Logits& values, int vocab,
+                                                                        unsigned long long wanted, Weight weight,
+                                                                        RadixSelect& shared) {
   uint32_t prefix = 0, mask = 0;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {

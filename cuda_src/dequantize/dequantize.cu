@@ -60,8 +60,7 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
 
   // Returns a + b, rounded once to T. The float32 sum is rounded to odd, so that the second rounding, to T, gives the
   // correctly rounded result.
-  template <class T>
-  static __device__ __forceinline__ T round_sum(float a, float b) {
+  template <class T> static __device__ __forceinline__ T round_sum(float a, float b) {
     const float sum = a + b;
     if constexpr (sizeof(T) == 4) return from_float<T>(sum);
     const float b_part = sum - a;

@@ -28,11 +28,9 @@ __device__ __forceinline__ uint32_t code(uint32_t word, int column) { return (wo
 // Conversion of two codes minus their zero points to two 16-bit values in one register, exactly. `low` converts the
 // codes at bits 0 and 16 of a word, `high` the codes at bits 4 and 20. The second argument of `low` and `high` is the
 // result of `zero_low` and `zero_high` for the word of zero points.
-template <class T>
-struct Codes;
+template <class T> struct Codes;
 
-template <>
-struct Codes<half_t> {
+template <> struct Codes<half_t> {
   // float16 has 10 mantissa bits, so the last mantissa bit of 1024 = 2^10 has the value 1. 1024 has exponent
   // 10 + 15 = 25 and mantissa 0: 25 << 10 = 0x6400. A code OR-ed into the low four bits adds q; four bits higher it
   // adds 16 q. All values stay below 2048, up to which float16 represents every integer.
@@ -62,8 +60,7 @@ struct Codes<half_t> {
   }
 };
 
-template <>
-struct Codes<bfloat16_t> {
+template <> struct Codes<bfloat16_t> {
   // bfloat16 has 7 mantissa bits, so the last mantissa bit of 128 = 2^7 has the value 1. 128 has exponent 7 + 127 = 134
   // and mantissa 0: 134 << 7 = 0x4300. A code four bits higher would overlap the exponent, so `high` shifts the word.
   static constexpr uint32_t kMagic = 0x43004300u;
@@ -95,11 +92,9 @@ struct Codes<bfloat16_t> {
 //   sum of x (q - z) = sum of x (kOffset + q) - (kOffset + z) * sum of x
 // The sum of x is an mma with kOne, or with kOnes (1 / kUnits) as operand A. Only the float32 accumulation rounds. In
 // bfloat16, sums of x * (128 + q) overflow for |x| above 1e34.
-template <class T>
-struct RawCodes;
+template <class T> struct RawCodes;
 
-template <>
-struct RawCodes<half_t> {
+template <> struct RawCodes<half_t> {
   // As the bits of a float16, a code in the low four bits is the subnormal q * 2^-24, a code four bits higher is
   // q * 2^-20. Tensor cores multiply subnormals exactly.
   static constexpr float kOffset = 0.0f;
@@ -116,8 +111,7 @@ struct RawCodes<half_t> {
   }
 };
 
-template <>
-struct RawCodes<bfloat16_t> {
+template <> struct RawCodes<bfloat16_t> {
   static constexpr float kOffset = 128.0f;
   static constexpr float kUnits[2] = {1.0f, 1.0f};
   static constexpr uint32_t kOne = 0x3f803f80u;

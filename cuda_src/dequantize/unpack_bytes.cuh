@@ -6,8 +6,7 @@
 
 // Converts the four bytes of a word to two pairs of T, exactly. A byte is a signed code + 128; the bytes are the
 // elements 0, 2, 1, 3.
-template <class T>
-__device__ __forceinline__ void unpack_bytes(uint32_t (&pairs)[2], uint32_t word) {
+template <class T> __device__ __forceinline__ void unpack_bytes(uint32_t (&pairs)[2], uint32_t word) {
   if constexpr (Codes<T>::kMagic == Codes<half_t>::kMagic) {
     // The bytes 0x64, b form the float16 1024 + b; 0x6480 is 1024 + 128.
     pairs[0] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5250), 0x64806480u);

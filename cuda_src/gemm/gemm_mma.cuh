@@ -47,8 +47,7 @@
 //          group of a stage, and wait<PENDING>() waits until all but the last PENDING groups have landed
 
 // The constants of the host (gemm_mma_config.cuh), and those that follow from them.
-template <class Host>
-struct GemmMma : Host {
+template <class Host> struct GemmMma : Host {
   using typename Host::Scale;
   static constexpr bool kSharedSums =
       Host::kBlockM > 32;  // whether the sums of slices are in shared memory, after the stages

@@ -58,8 +58,7 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
 };
 
 // Synchronizes the warps of a slice.
-template <class C>
-__device__ __forceinline__ void sync_slice(int slice) {
+template <class C> __device__ __forceinline__ void sync_slice(int slice) {
   if constexpr (C::kWarpsN == 1) {
     __syncwarp();
   } else if constexpr (C::kSlices == 1) {
@@ -70,8 +69,7 @@ __device__ __forceinline__ void sync_slice(int slice) {
 }
 
 // The parameters of one group for the 16 columns of an mma tile.
-template <class C>
-struct GroupOperands {
+template <class C> struct GroupOperands {
   using T = typename C::T;
 
   ScaledCodes<T, C> scaled;  // kScaled
@@ -99,12 +97,10 @@ struct GroupOperands {
   }
 };
 
-template <class C>
-using Accumulators = float[C::kN16Tiles][C::kM8Tiles][4];
+template <class C> using Accumulators = float[C::kN16Tiles][C::kM8Tiles][4];
 
 // Computes the accumulators of a slice for one unit.
-template <class C>
-class MainLoop {
+template <class C> class MainLoop {
   using T = typename C::T;
 
  public:
@@ -157,8 +153,7 @@ class MainLoop {
 
  private:
   // Starts the copies of the first stages. The copies of a stage are one group of cp.async, which may be empty.
-  template <int INDEX>
-  static __device__ __forceinline__ void fill(Copies<C>& copies, int stages) {
+  template <int INDEX> static __device__ __forceinline__ void fill(Copies<C>& copies, int stages) {
     if constexpr (INDEX < C::kStages) {
       if (INDEX < stages) copies.template start<INDEX % C::kParts>(INDEX);
       ptx::cp_async_commit_group();
@@ -167,9 +162,9 @@ class MainLoop {
   }
   // Multiplies stage `index`, which is part PART of a weight tile and lies at `stage_idx` of the ring, from turn TURN
   // on; the operands of this turn are loaded and converted.
-  template <int PART, int TURN = 0>
-  __device__ __forceinline__ void multiply_stage(Accumulators<C>& accumulators, Copies<C>& copies, int index,
-                                                 int stages, int& stage_idx) {
+  template <int PART, int TURN = 0> __device__ __forceinline__ void multiply_stage(Accumulators<C>& accumulators,
+                                                                                   Copies<C>& copies, int index,
+                                                                                   int stages, int& stage_idx) {
     constexpr int kStep = TURN / kStepTurns;
     constexpr bool kEndsStep = (TURN + 1) % kStepTurns == 0;
     constexpr bool kEndsGroup = kEndsStep && (kStep + 1) % C::kGroupSteps == 0;
@@ -226,8 +221,7 @@ class MainLoop {
     }
   }
   // Loads operand B of a turn; with 8 rows, of two turns.
-  template <int TURN>
-  __device__ __forceinline__ void load_x(uint32_t stage) {
+  template <int TURN> __device__ __forceinline__ void load_x(uint32_t stage) {
     constexpr int kStep = TURN / kStepTurns;
     constexpr int kBegin = kStep / 4 * (C::kXRows * 128) + TURN % kStepTurns * (kTurnM8Tiles * 8 * 128);
     if constexpr (C::kM8Tiles > 1) {
@@ -249,8 +243,7 @@ class MainLoop {
       operands_[i].convert(a_[step % 2][i], words_[step / 4][i].values[step % 4]);
     }
   }
-  template <int TURN>
-  __device__ __forceinline__ void multiply(Accumulators<C>& accumulators) {
+  template <int TURN> __device__ __forceinline__ void multiply(Accumulators<C>& accumulators) {
     constexpr int kStep = TURN / kStepTurns;
 #pragma unroll
     for (int j = 0; j < kTurnM8Tiles; ++j) {
@@ -305,9 +298,9 @@ class MainLoop {
 };
 
 // Stores the warp's accumulators of kPassRows rows, from row `first` of the tile on, to shared memory.
-template <class C>
-__device__ __forceinline__ void store_accumulators(float* target, const Accumulators<C>& accumulators, int first,
-                                                   float unit) {
+template <class C> __device__ __forceinline__ void store_accumulators(float* target,
+                                                                      const Accumulators<C>& accumulators, int first,
+                                                                      float unit) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   float* mine = target + warp / C::kWarpsN * (C::kPassRows * C::kPitch) + lane % 4 * 2 * C::kPitch +

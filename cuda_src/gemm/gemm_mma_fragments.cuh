@@ -17,8 +17,7 @@
 enum class Math { kExact, kScaled };
 
 // Host is the Config of gemm_mma_fragments.cu.
-template <class Host>
-struct GemmMmaFragments : Host {
+template <class Host> struct GemmMmaFragments : Host {
   static constexpr int kSliceThreads = 32 * Host::kWarpsN;
   static constexpr int kThreads = kSliceThreads * Host::kSlices;
   static constexpr int kTileColumns = Host::kWarpColumns * Host::kWarpsN;

@@ -10,8 +10,7 @@
 
 // Copies the stages of a slice, in order, with cp.async (kAsync) or through registers. A warp copies the codes and
 // groups of its own tile columns. Addresses are 64-bit addresses that all lanes share, plus 32-bit offsets.
-template <class C>
-class Copies {
+template <class C> class Copies {
   using T = typename C::T;
 
  public:
@@ -48,8 +47,7 @@ class Copies {
 
   // Starts the copies of the next stage, part PART of a weight tile, into stage `stage_idx`. The copies of a stage are
   // one group of cp.async.
-  template <int PART>
-  __device__ __forceinline__ void start(int stage_idx) {
+  template <int PART> __device__ __forceinline__ void start(int stage_idx) {
     const uint32_t stage = ring_ + stage_idx * C::kStageBytes;
     for_each<PART>([&](int, uint32_t target, const uint8_t* source, bool is_valid) {
       ptx::cp_async_16(stage + target, source, is_valid ? 16 : 0);
@@ -58,8 +56,7 @@ class Copies {
   }
 
   // Loads the next stage, part PART of a weight tile, into registers.
-  template <int PART>
-  __device__ __forceinline__ void load_next() {
+  template <int PART> __device__ __forceinline__ void load_next() {
     for_each<PART>([&](int i, uint32_t, const uint8_t* source, bool is_valid) {
       loaded_[i] = {};
       if (is_valid) load<true>(loaded_[i], reinterpret_cast<const uint32_t*>(source));
@@ -86,8 +83,7 @@ class Copies {
 
   // Calls copy(i, target, source, is_valid) for the i-th vector of 16 bytes of a stage that this thread copies.
   // `target` is relative to the stage; the vector is zero if it is not valid.
-  template <int PART, class Copy>
-  __device__ __forceinline__ void for_each(const Copy& copy) const {
+  template <int PART, class Copy> __device__ __forceinline__ void for_each(const Copy& copy) const {
 #pragma unroll
     for (int i = 0; i < kXPasses; ++i) {
       const int first = i * C::kSliceThreads;
@@ -117,8 +113,7 @@ class Copies {
   }
 
   // Proceeds to the next weight tile after its last part.
-  template <int PART>
-  __device__ __forceinline__ void advance() {
+  template <int PART> __device__ __forceinline__ void advance() {
     if constexpr (PART + 1 == C::kParts) {
       x_ += C::kSlices * kWeightTileK * sizeof(T);
       weight_ += C::kSlices * C::kWeightTileBytes;

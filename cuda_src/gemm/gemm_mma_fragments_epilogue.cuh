@@ -8,8 +8,7 @@
 #include "gemm/gemm_mma_fragments.cuh"
 
 // Eight adjacent columns of one row of float32 sums.
-template <class C>
-struct Sums {
+template <class C> struct Sums {
   float values[8] = {};
 
   // Adds eight sums, in memory that the compiler must not cache.
@@ -43,8 +42,7 @@ struct Sums {
 };
 
 // Where a CTA stores a unit.
-template <class C>
-struct Output {
+template <class C> struct Output {
   using T = typename C::T;
 
   Epilogue<T, C> epilogue;

@@ -25,8 +25,7 @@ struct Config : GemmSm90Config {
   static constexpr bool kScaled = SCALED;
 };
 
-template <class Host>
-struct GemmSm90Wgmma : GemmSm90<Host> {
+template <class Host> struct GemmSm90Wgmma : GemmSm90<Host> {
   static constexpr int kXHalfBytes = Host::kBlockM * 128;  // bytes of BLOCK_M rows x 64 columns of x
   static constexpr int kAccumulators = Host::kBlockM / 2;  // number of accumulators per thread and m64 tile
   static constexpr int kK16Steps = kWeightTileK / 16;

@@ -37,18 +37,13 @@
 // CTAs with the same rows share x, so each of eight adjacent CTAs prefetches one eighth of x. With a residual stream no
 // prefetch is needed: the preceding kernel has just written x, which is still in L2.
 constexpr int kXParts = 8;
-template <class C>
-constexpr bool kPrefetchesX = !C::kAddsToStream && !C::kRmsNormsX;
+template <class C> constexpr bool kPrefetchesX = !C::kAddsToStream && !C::kRmsNormsX;
 
 // Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call this function from different branches.
-template <class C>
-__device__ __forceinline__ void sync_cta() {
-  ptx::barrier_sync(0, C::kThreads);
-}
+template <class C> __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, C::kThreads); }
 
 // Waits until the barriers of all CTAs of the cluster are initialized.
-template <class C>
-__device__ __forceinline__ void sync_setup() {
+template <class C> __device__ __forceinline__ void sync_setup() {
   if constexpr (C::kSplitK == 1) {
     sync_cta<C>();
   } else {
@@ -57,14 +52,12 @@ __device__ __forceinline__ void sync_setup() {
 }
 
 // Lets the next kernel start, unless it starts late.
-template <class C>
-__device__ __forceinline__ void start_next() {
+template <class C> __device__ __forceinline__ void start_next() {
   if constexpr (!C::kStartsNextLate) ptx::griddepcontrol_launch_dependents();
 }
 
 // Waits for the preceding kernel, then lets the next kernel start if it starts late.
-template <class C>
-__device__ __forceinline__ void wait_for_x() {
+template <class C> __device__ __forceinline__ void wait_for_x() {
   ptx::griddepcontrol_wait();
   if constexpr (C::kStartsNextLate) ptx::griddepcontrol_launch_dependents();
 }
@@ -77,8 +70,7 @@ __device__ __forceinline__ void wait_for_x() {
 //   end        all lanes prefetch this CTA's share of the next weight into L2.
 // With kWindow < kStages, the warp waits until the copies of iteration i - kWindow have landed before it issues the
 // copies of iteration i. The wait cannot miss a phase, because only this warp starts the next phase of a stage.
-template <class C>
-__device__ __forceinline__ void produce(const Tile<C>& tile, const GemmArguments<C>& args) {
+template <class C> __device__ __forceinline__ void produce(const Tile<C>& tile, const GemmArguments<C>& args) {
   const bool is_leader = ptx::elect();
   const typename C::SharedStorage& shared = tile.shared;
   const auto pipeline = shared.pipeline();
@@ -171,9 +163,9 @@ __device__ __forceinline__ void produce(const Tile<C>& tile, const GemmArguments
 }
 
 // Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls this function with its index `warp`.
-template <int WARPS, class C>
-__device__ __forceinline__ void make_factors(const Tile<C>& tile, const GemmArguments<C>& args, uint8_t* memory,
-                                             int warp) {
+template <int WARPS, class C> __device__ __forceinline__ void make_factors(const Tile<C>& tile,
+                                                                           const GemmArguments<C>& args,
+                                                                           uint8_t* memory, int warp) {
   ptx::griddepcontrol_wait();
   args.stream.template make_factors<C::kOwnedRows, WARPS>(
       reinterpret_cast<float*>(memory + C::SharedStorage::Factors::kBegin), warp,

@@ -14,17 +14,15 @@
 
 // Stores this lane's four accumulators c (ptx/mma.cuh) of a block of 8 rows and 16 columns, which starts at `row` and
 // `column`, to the consumer's accumulators in shared memory.
-template <class C>
-__device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row, int column,
-                                                   const float (&c)[4]) {
+template <class C> __device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row,
+                                                                      int column, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
   const int index = C::ConsumerBlocks::index(row + lane % 4 * 2, column + lane / 4);
   store<true>(accumulators + consumer * C::kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
 }
 
 // The position of a vector of 8 columns of y; `index` numbers the vectors of the rows that this CTA owns, row by row.
-template <class C>
-struct OutputVector {
+template <class C> struct OutputVector {
   uint32_t local_row, local_column;  // row among the owned rows; column in the tile
   int row, column;
   bool is_valid;
@@ -40,8 +38,7 @@ struct OutputVector {
 };
 
 // The kernel arguments that gemm_sm90 and gemm_sm90_mma* have in common.
-template <class C>
-struct GemmArguments {
+template <class C> struct GemmArguments {
   const uint8_t* weight;
   const typename C::Bias* bias;
   const typename C::T* residual;
@@ -54,9 +51,9 @@ struct GemmArguments {
 };
 
 // Stores the rows that this CTA owns. `part` holds the residual stream's operands for the thread's first output vector.
-template <class C>
-__device__ __forceinline__ void store_tile(const Tile<C>& tile, const uint8_t* memory, const GemmArguments<C>& args,
-                                           typename ResidualStream<C::kOrdersY>::Part part) {
+template <class C> __device__ __forceinline__ void store_tile(const Tile<C>& tile, const uint8_t* memory,
+                                                              const GemmArguments<C>& args,
+                                                              typename ResidualStream<C::kOrdersY>::Part part) {
   using T = typename C::T;
   const Epilogue<T, C> epilogue{args.bias, args.residual, args.low, args.high, args.n, args.ldr};
   const float* accumulators = reinterpret_cast<const float*>(memory);

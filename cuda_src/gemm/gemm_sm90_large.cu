@@ -50,10 +50,10 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
 using Kernel = GemmSm90Large<Config>;
 
 // The role of the producer warp, of which one lane issues all copies.
-template <class C>
-__device__ __forceinline__ void produce(const typename C::SharedStorage& shared, typename C::Scheduler& scheduler,
-                                        const uint8_t* weight, const TensorMap* x_map, const float* partials,
-                                        uint32_t* counters, int m, int n, int k) {
+template <class C> __device__ __forceinline__ void produce(const typename C::SharedStorage& shared,
+                                                           typename C::Scheduler& scheduler, const uint8_t* weight,
+                                                           const TensorMap* x_map, const float* partials,
+                                                           uint32_t* counters, int m, int n, int k) {
   const bool is_leader = ptx::elect();
   const int rank = cluster_rank<C::kCluster>();
   const auto pipeline = shared.pipeline();

@@ -10,8 +10,7 @@
 #include "hopper/shared_storage.cuh"
 
 // Host is the Config of gemm_sm90_large.cu.
-template <class Host>
-struct GemmSm90Large : Host {
+template <class Host> struct GemmSm90Large : Host {
   // Whether the partial sums of stream-K pass through the pipeline. With two m64 tiles per warpgroup, such sums would
   // slow down the main loop by up to 10%; with four warpgroups, registers would spill.
   static constexpr bool kRingReduction = Host::kStreamK && Host::kM64Tiles == 1 && Host::kWarpgroups == 2;

@@ -19,10 +19,10 @@
 // accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments
 // `counters` [unit][CTA of the cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their
 // partial sums to its accumulators.
-template <class C>
-__device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& accumulators,
-                                                   const typename C::Scheduler& scheduler, int warpgroup,
-                                                   float* partials, uint32_t* counters) {
+template <class C> __device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& accumulators,
+                                                                      const typename C::Scheduler& scheduler,
+                                                                      int warpgroup, float* partials,
+                                                                      uint32_t* counters) {
   if (scheduler.has_first_k_tile() && scheduler.has_last_k_tile()) return true;
   constexpr int kVectors = C::kAccumulators / 4;
   const int thread = threadIdx.x % 128;
@@ -71,17 +71,15 @@ __device__ __forceinline__ uint32_t* unit_counter(const typename C::Scheduler& s
 }
 
 // Returns the index of the first partial sum of a warpgroup of this rank's CTA in a cluster.
-template <class C>
-__device__ __forceinline__ int64_t partial_sums(int cluster_idx, int warpgroup) {
+template <class C> __device__ __forceinline__ int64_t partial_sums(int cluster_idx, int warpgroup) {
   const int cta = cluster_idx * C::kCluster + cluster_rank<C::kCluster>();
   return static_cast<int64_t>(cta * C::kWarpgroups + warpgroup) * C::kWarpgroupSums;
 }
 
 // Writes the warpgroup's accumulators, float4 [kAccumulators / 4][128 threads].
-template <class C>
-__device__ __forceinline__ void write_partial_sums(const typename C::Accumulators& accumulators,
-                                                   const typename C::Scheduler& scheduler, int warpgroup,
-                                                   float* partials) {
+template <class C> __device__ __forceinline__ void write_partial_sums(const typename C::Accumulators& accumulators,
+                                                                      const typename C::Scheduler& scheduler,
+                                                                      int warpgroup, float* partials) {
   auto target = reinterpret_cast<Vector<float, 4>*>(partials + partial_sums<C>(scheduler.cluster_idx, warpgroup)) +
                 threadIdx.x % 128;
   store_partials<128>(target, accumulators[0]);
@@ -100,11 +98,11 @@ __device__ __forceinline__ void signal_partial_sums(typename C::Scheduler& sched
 }
 
 // Copies the partial sums of the other clusters to the stages from `state` on; called by the producer.
-template <class C>
-__device__ __forceinline__ void copy_partial_sums(const typename C::SharedStorage& shared,
-                                                  const typename C::Scheduler& scheduler,
-                                                  PipelineState<C::kStages>& state, const float* partials,
-                                                  uint32_t* counters, bool is_leader) {
+template <class C> __device__ __forceinline__ void copy_partial_sums(const typename C::SharedStorage& shared,
+                                                                     const typename C::Scheduler& scheduler,
+                                                                     PipelineState<C::kStages>& state,
+                                                                     const float* partials, uint32_t* counters,
+                                                                     bool is_leader) {
   const auto pipeline = shared.pipeline();
   const int first = scheduler.first_sharer();
   if (is_leader) {
@@ -130,12 +128,9 @@ __device__ __forceinline__ void copy_partial_sums(const typename C::SharedStorag
 }
 
 // Adds the partial sums of the other clusters. Every warpgroup waits for and releases each stage, but adds its own.
-template <class C, class Ring>
-__device__ __forceinline__ void add_partial_sums(typename C::Accumulators& accumulators,
-                                                 const typename C::Scheduler& scheduler,
-                                                 PipelineState<C::kStages>& state, const Ring& pipeline,
-                                                 const uint8_t* memory, uint32_t empty_barriers, int warpgroup,
-                                                 int lane) {
+template <class C, class Ring> __device__ __forceinline__ void add_partial_sums(
+    typename C::Accumulators& accumulators, const typename C::Scheduler& scheduler, PipelineState<C::kStages>& state,
+    const Ring& pipeline, const uint8_t* memory, uint32_t empty_barriers, int warpgroup, int lane) {
   const int sharers = scheduler.cluster_idx - scheduler.first_sharer();
 #pragma unroll 1
   for (int i = 0; i < sharers * C::kWarpgroups; ++i) {
@@ -151,9 +146,9 @@ __device__ __forceinline__ void add_partial_sums(typename C::Accumulators& accum
 }
 
 // Prefetches the residual into L2, for the columns of a tile that the warpgroup stores.
-template <class C>
-__device__ __forceinline__ void prefetch_residual(const Epilogue<typename C::T, C>& epilogue,
-                                                  const TileCoordinates& tile, int warpgroup, int m, int n) {
+template <class C> __device__ __forceinline__ void prefetch_residual(const Epilogue<typename C::T, C>& epilogue,
+                                                                     const TileCoordinates& tile, int warpgroup, int m,
+                                                                     int n) {
   constexpr int kLine = 128 / sizeof(typename C::T);
   for (int i = threadIdx.x % 128; i < C::kBlockM * (C::kStoreN / kLine); i += 128) {
     const int row = tile.m_block * C::kBlockM + i % C::kBlockM;

@@ -44,8 +44,7 @@ struct Config : GemmSm90Config {
 #define ORDER_ARGUMENT nullptr
 #endif
 
-template <class Host>
-struct GemmSm90Mma : GemmSm90X<Host> {
+template <class Host> struct GemmSm90Mma : GemmSm90X<Host> {
   using Base = GemmSm90X<Host>;
   static constexpr int kM8Tiles = Host::kBlockM / 8;
   static constexpr int kN16Tiles = 2;  // number of 16-column mma tiles per weight tile
@@ -72,8 +71,7 @@ struct GemmSm90Mma : GemmSm90X<Host> {
 //   | x [m][k] | order uint16 [slice of K] | gathered [iteration][row][kStageK], swizzled (swizzle.cuh) |
 //
 // A thread copies and uses the same indices, so the threads synchronize only twice: before and after the gather.
-template <class C>
-class GatheredX {
+template <class C> class GatheredX {
   using T = typename C::T;
 
  public:
@@ -163,9 +161,9 @@ class GatheredX {
 };
 
 // x, ldx and order are the kernel's arguments.
-template <class C>
-__device__ __forceinline__ void gemm_sm90_mma_tile(const GemmArguments<C>& args, const typename C::T* x, int ldx,
-                                                   const uint16_t* order) {
+template <class C> __device__ __forceinline__ void gemm_sm90_mma_tile(const GemmArguments<C>& args,
+                                                                      const typename C::T* x, int ldx,
+                                                                      const uint16_t* order) {
   using T = typename C::T;
   const int m = args.m, k = args.k;
   const int lane = threadIdx.x % 32;

@@ -25,8 +25,7 @@ struct Config : GemmSm90Config {
   static constexpr bool kScaled = SCALED;
 };
 
-template <class Host>
-struct GemmSm90MmaInvariant : GemmSm90X<Host> {
+template <class Host> struct GemmSm90MmaInvariant : GemmSm90X<Host> {
   static constexpr int kM8Tiles = Host::kBlockM / 8;
   static constexpr int kK16Steps = kWeightTileK / 16;
   // The number of k tiles whose mma are interleaved to hide latency. With SCALED = 0, the mma of each group form a
@@ -39,9 +38,9 @@ struct GemmSm90MmaInvariant : GemmSm90X<Host> {
 };
 
 // x and ldx are the kernel's arguments.
-template <class C>
-__device__ __forceinline__ void gemm_sm90_invariant_tile(const GemmArguments<C>& args, const typename C::T* x, int ldx,
-                                                         float scale_factor, float result_factor) {
+template <class C> __device__ __forceinline__ void gemm_sm90_invariant_tile(const GemmArguments<C>& args,
+                                                                            const typename C::T* x, int ldx,
+                                                                            float scale_factor, float result_factor) {
   using T = typename C::T;
 
   const int lane = threadIdx.x % 32;

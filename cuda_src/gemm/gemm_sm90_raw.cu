@@ -68,8 +68,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr int kCtasPerSm = CTAS_PER_SM, kSharedBytes = SHARED_BYTES;
 };
 
-template <class Host>
-struct GemmSm90Raw : Host {
+template <class Host> struct GemmSm90Raw : Host {
   static constexpr int kThreads = Host::kWarps * 32;
   static constexpr int kBlockN = 64 * Host::kWords;
   static constexpr int kStepK = 32;

@@ -16,8 +16,7 @@
 #include "ptx/cluster.cuh"
 
 // Host is a GemmSm90Config.
-template <class Host>
-struct GemmSm90 : Host {
+template <class Host> struct GemmSm90 : Host {
   static constexpr int kProducerRegisters = 40;
 
   static constexpr int kBlockN = Host::kWeightTiles * kWeightTileN;
@@ -56,8 +55,7 @@ struct GemmSm90 : Host {
   // [column % 8][ROW_PAIRS]; a float4 holds (row, column), (row + 1, column), (row, column + 8), (row + 1, column + 8),
   // which are the four values of a lane after mma or wgmma. 8 floats of padding per block put the same column % 8 of
   // adjacent blocks into different banks.
-  template <int ROW_PAIRS>
-  struct AccumulatorBlocks {
+  template <int ROW_PAIRS> struct AccumulatorBlocks {
     static constexpr int kRowPairs = ROW_PAIRS;
     static constexpr int kColumnFloats = ROW_PAIRS * 4;
     static constexpr int kFloats = 8 * kColumnFloats + 8;
@@ -137,8 +135,7 @@ struct GemmSm90 : Host {
 
 // The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end). An iteration of the
 // main loop consumes one stage: kKTiles k tiles, or fewer in the last iteration.
-template <class C>
-struct Tile {
+template <class C> struct Tile {
   typename C::SharedStorage shared;
   int n_block;
   int m_begin;      // first row of x in the tile
@@ -163,8 +160,7 @@ struct Tile {
   }
 };
 
-template <class C>
-__device__ __forceinline__ Tile<C> make_tile(uint8_t* memory, int m, int k) {
+template <class C> __device__ __forceinline__ Tile<C> make_tile(uint8_t* memory, int m, int k) {
   Tile<C> tile;
   tile.shared.begin = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)));
   const TileCoordinates at = StaticTileScheduler<C::kSplitK>::tile();

@@ -10,8 +10,7 @@
 #include "ptx/prefetch.cuh"
 
 // Host is a GemmSm90Config with kXRows, the number of rows of x in shared memory, a power of two, and kXStages.
-template <class Host>
-struct GemmSm90X : GemmSm90<Host> {
+template <class Host> struct GemmSm90X : GemmSm90<Host> {
   static constexpr int kStageK = Host::kKTiles * kWeightTileK;
   static constexpr int kXChunks = kStageK / 8;  // number of 16-byte chunks per row of x in shared memory
 
@@ -24,8 +23,7 @@ __device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2
 
 // The ring of x of one consumer: kXStages stages [row][kStageK], swizzled (swizzle.cuh) and filled by cp.async. A stage
 // of x covers the same k as a stage of the weight.
-template <class C>
-class XRing {
+template <class C> class XRing {
   using T = typename C::T;
 
  public:

@@ -5,8 +5,7 @@
 #include "dequantize/int4.cuh"
 
 // The scales, zero points and offsets of one group. WHOLE: rows of scales and offsets start at multiples of 16 bytes.
-template <class S, Zeros FORM, bool WHOLE>
-struct WordGroup {
+template <class S, Zeros FORM, bool WHOLE> struct WordGroup {
   Vector<S, 8> scales;
   Vector<S, 8> offsets;
   uint32_t zeros;

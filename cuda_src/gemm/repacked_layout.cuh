@@ -36,8 +36,7 @@ constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
 
 // The layout with the host's constants as RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>.
-template <class ScaleType, Zeros kZeroPoints, int kGroupCount>
-struct RepackedLayout {
+template <class ScaleType, Zeros kZeroPoints, int kGroupCount> struct RepackedLayout {
   using Scale = ScaleType;
   static constexpr Zeros kZeros = kZeroPoints;
   static constexpr int kGroups = kGroupCount;
@@ -52,8 +51,7 @@ struct RepackedLayout {
 // The global addresses of a CTA's weight tiles, indexed relative to the CTA's first tile column and k tile. An index
 // past the last tile column is clamped: a CTA tile that extends past n copies the last tile column again and does not
 // store the results.
-template <class C>
-struct TileColumns {
+template <class C> struct TileColumns {
   int last;              // index of the last tile column, relative to the CTA's first one
   int64_t column_bytes;  // size of a tile column
   const uint8_t* begin;  // address of the CTA's first weight tile
@@ -68,8 +66,7 @@ struct TileColumns {
 };
 
 // The scales and zero points of one group for the two columns of a lane: g and g + 8 of 16 columns.
-template <class C>
-struct Group {
+template <class C> struct Group {
   uint32_t scales;   // two values of type Scale
   uint32_t zeros;    // two zero points of one byte each
   uint32_t offsets;  // two values of type Scale, 0 without offsets
@@ -89,11 +86,9 @@ struct Group {
 
 // Converts codes to operand A without rounding: a value is (q - z) / kUnit. The zero points of a lane's two columns are
 // passed as two values of type T in one register.
-template <class T>
-struct ExactCodes;
+template <class T> struct ExactCodes;
 
-template <>
-struct ExactCodes<half_t> {
+template <> struct ExactCodes<half_t> {
   // As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four bits higher is
   // q * 2^-20. One fma scales either of them to q * 2^-9 and subtracts z * 2^-9.
   static constexpr float kUnit = 512.0f;
@@ -114,8 +109,7 @@ struct ExactCodes<half_t> {
   }
 };
 
-template <>
-struct ExactCodes<bfloat16_t> {
+template <> struct ExactCodes<bfloat16_t> {
   // The method of float16 fails for bfloat16: with 7 mantissa bits, a code at bits 4 .. 7 would reach into the
   // exponent. So q is OR-ed into the bits of 128, and 128 + z is subtracted: see int4.cuh.
   static constexpr float kUnit = 1.0f;
@@ -133,11 +127,9 @@ struct ExactCodes<bfloat16_t> {
 
 // Converts codes to operand A with one rounding: a value is ((q - z) * scale + offset) * factor. `factor` is a power of
 // two that moves all scales into T's normal range, at most 2^15 if the scales are float16.
-template <class T, class C>
-struct ScaledCodes;
+template <class T, class C> struct ScaledCodes;
 
-template <class C>
-struct ScaledCodes<half_t, C> {
+template <class C> struct ScaledCodes<half_t, C> {
   static constexpr uint32_t kMinusOne = 0xbc00bc00u, k960 = 0x63806380u;
 
   struct Factor {
@@ -173,8 +165,7 @@ struct ScaledCodes<half_t, C> {
   }
 
  private:
-  template <int UPPER>
-  __device__ __forceinline__ uint32_t scale(uint32_t pair) const {
+  template <int UPPER> __device__ __forceinline__ uint32_t scale(uint32_t pair) const {
     if constexpr (C::kZeros == Zeros::kOffset) {
       return ptx::fma_f16x2(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
     } else {
@@ -183,8 +174,7 @@ struct ScaledCodes<half_t, C> {
   }
 };
 
-template <class C>
-struct ScaledCodes<bfloat16_t, C> {
+template <class C> struct ScaledCodes<bfloat16_t, C> {
   struct Factor {
     float value;
     uint32_t pair;
@@ -228,8 +218,7 @@ struct ScaledCodes<bfloat16_t, C> {
   }
 
  private:
-  template <int UPPER>
-  __device__ __forceinline__ void scale(uint32_t& pair) const {
+  template <int UPPER> __device__ __forceinline__ void scale(uint32_t& pair) const {
     if constexpr (kIsHalf<typename C::Scale>) {
       const uint32_t tail = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scale_tails));
       pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), tail);

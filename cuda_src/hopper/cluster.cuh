@@ -6,14 +6,12 @@
 #include "ptx/cluster.cuh"
 
 // Returns the rank of this CTA in a cluster of kClusterSize CTAs.
-template <int kClusterSize>
-__device__ __forceinline__ int cluster_rank() {
+template <int kClusterSize> __device__ __forceinline__ int cluster_rank() {
   return kClusterSize == 1 ? 0 : static_cast<int>(ptx::cluster_ctarank());
 }
 
 // Synchronizes all threads of the cluster and makes their writes to shared memory visible to each other.
-template <int kClusterSize>
-__device__ __forceinline__ void cluster_sync() {
+template <int kClusterSize> __device__ __forceinline__ void cluster_sync() {
   if constexpr (kClusterSize == 1) {
     __syncthreads();
   } else {
@@ -24,8 +22,7 @@ __device__ __forceinline__ void cluster_sync() {
 
 // Synchronizes the cluster after mbarrier.init and fence_mbarrier_init. The relaxed arrive
 // orders only the initialization (by fence_mbarrier_init) and, unlike cluster_sync, does not wait for other writes.
-template <int kClusterSize>
-__device__ __forceinline__ void cluster_sync_after_init() {
+template <int kClusterSize> __device__ __forceinline__ void cluster_sync_after_init() {
   if constexpr (kClusterSize == 1) {
     __syncthreads();
   } else {
@@ -35,7 +32,6 @@ __device__ __forceinline__ void cluster_sync_after_init() {
 }
 
 // Keeps this CTA alive until all CTAs of the cluster have completed their accesses to its shared memory (DSMEM).
-template <int kClusterSize>
-__device__ __forceinline__ void cluster_sync_before_exit() {
+template <int kClusterSize> __device__ __forceinline__ void cluster_sync_before_exit() {
   if constexpr (kClusterSize > 1) cluster_sync<kClusterSize>();
 }

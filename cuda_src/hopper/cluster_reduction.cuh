@@ -53,8 +53,7 @@ struct PartialSumBarrier {
 //                                which adds the values of a row, from `column` on, to `out`
 
 // Rows of kWidth columns, kRowFloats apart.
-template <int kWidth, int kRowFloats>
-struct RowMajorSums {
+template <int kWidth, int kRowFloats> struct RowMajorSums {
   using Consumer = RowMajorSums;
   using Received = RowMajorSums;
   static __device__ __forceinline__ uint32_t row(uint32_t unit) { return unit / (kWidth / 4); }

@@ -73,8 +73,7 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t phase) {
 }
 
 // A position in the ring: the stage, and `phase`, the expected parity of the stage's barrier.
-template <int kNumStages>
-struct PipelineState {
+template <int kNumStages> struct PipelineState {
   int stage_idx;
   uint32_t phase;
 
@@ -120,8 +119,7 @@ constexpr int kBarrierBytes = 8;
 
 // The PipelineState of a consumer with the byte offset of the stage and the address of its full barrier in place of the
 // stage index, for loops without registers to compute these addresses.
-template <int kNumStages, int kStageBytes>
-struct PipelineAddresses {
+template <int kNumStages, int kStageBytes> struct PipelineAddresses {
   uint32_t stage_offset;
   uint32_t full_barrier;
   uint32_t phase;
@@ -139,8 +137,7 @@ struct PipelineAddresses {
 };
 
 // The full and empty barriers of a ring: 2 * kNumStages * kBarrierBytes bytes at byte offset kOffset of shared memory.
-template <int kNumStages, int kOffset>
-struct Pipeline {
+template <int kNumStages, int kOffset> struct Pipeline {
   using State = PipelineState<kNumStages>;
 
   uint32_t shared_begin;  // shared address of the first byte of dynamic shared memory
@@ -188,8 +185,7 @@ struct Pipeline {
   }
   // Arrives at an empty barrier once all lanes of the warp have read the stage. With kClusterSize > 1, lane i arrives
   // in CTA i, and `barrier` is an address from cluster_empty_barriers.
-  template <int kClusterSize = 1>
-  static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
+  template <int kClusterSize = 1> static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     __syncwarp();
     if constexpr (kClusterSize == 1) {
       if (lane == 0) ptx::mbarrier_arrive(barrier);

@@ -36,13 +36,11 @@ constexpr float kHeadroom = 0.015625f;    // 2^-6: y stays in float16's range if
 constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes, eight columns each
 
 // What is fused, with the host's constants as FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT>.
-template <bool kAdds, bool kNorms, bool kOrders>
-struct FusionOptions {
+template <bool kAdds, bool kNorms, bool kOrders> struct FusionOptions {
   static constexpr bool kAddsToStream = kAdds, kRmsNormsX = kNorms, kOrdersY = kOrders;
 };
 
-template <bool kOrdersY>
-struct ResidualStream {
+template <bool kOrdersY> struct ResidualStream {
   float* h;
   const float* norm_weight;
   float* square_sums;

@@ -20,8 +20,7 @@
 #include "common/types.cuh"
 
 // An array in shared memory: kCount elements of kElementBytes bytes each, from byte offset kFirst.
-template <int kFirst, int kCount, int kElementBytes>
-struct SharedArray {
+template <int kFirst, int kCount, int kElementBytes> struct SharedArray {
   static constexpr int kBegin = kFirst;
   static constexpr int kBytes = kCount * kElementBytes;
   static constexpr int kEnd = kFirst + kBytes;

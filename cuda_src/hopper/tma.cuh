@@ -29,7 +29,6 @@ __device__ __forceinline__ void tma_multicast_3d(uint32_t shared_address, const 
 // row of x: it recomputes rows of the preceding tile and does not store them. A single tile is higher than x by at most
 // 7 rows, which TMA fills with zeros. TMA is slow if a box extends far past the tensor map (17.4 instead of 10.2 us for
 // 65 rows in a box of 128, K = N = 4096, H100).
-template <int kTileM>
-__device__ __forceinline__ int tile_row_begin(int m_block, int m) {
+template <int kTileM> __device__ __forceinline__ int tile_row_begin(int m_block, int m) {
   return min(m_block * kTileM, max(m - kTileM, 0));
 }

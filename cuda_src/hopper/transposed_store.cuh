@@ -9,8 +9,7 @@
 
 // The size in bytes of a row of kColumns values in the buffer: with 16 bytes of padding, 8 rows start in different
 // banks.
-template <class T, int kColumns>
-constexpr int kTransposedRowBytes = kColumns * sizeof(T) + 16;
+template <class T, int kColumns> constexpr int kTransposedRowBytes = kColumns * sizeof(T) + 16;
 
 // Returns the shared address that a lane of warp `warp` of a warpgroup passes to stmatrix; a row of `buffer` has
 // kRowBytes bytes.

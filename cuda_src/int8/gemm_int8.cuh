@@ -36,12 +36,10 @@ constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
 // Return the low or the high nibbles of four bytes, each moved to the half of its byte that mma needs: the high half
 // for int8, the low half for FP8.
-template <bool kFp8>
-__device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
+template <bool kFp8> __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
   return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
 }
-template <bool kFp8>
-__device__ __forceinline__ uint32_t high_nibbles(uint32_t word) {
+template <bool kFp8> __device__ __forceinline__ uint32_t high_nibbles(uint32_t word) {
   return kFp8 ? (word >> 4) & kLowNibbles : word & kHighNibbles;
 }
 

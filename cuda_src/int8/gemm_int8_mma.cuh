@@ -18,8 +18,7 @@
 #include "common/reduce.cuh"
 
 // The constants of the host (gemm_int8_mma_config.cuh), and those that follow from them.
-template <class Host>
-struct GemmInt8Mma : Host {
+template <class Host> struct GemmInt8Mma : Host {
   static constexpr int kTilesM = Host::kWarpM / 16;  // number of mma tiles per warp along m
   static constexpr int kTilesN = 4;
   static constexpr int kThreads = Host::kWarpsM * Host::kWarpsN * 32;
@@ -42,8 +41,7 @@ struct GemmInt8Mma : Host {
 
 // Converts a product to float32. In a block of at most 256 columns (kShortBlocks), its magnitude is below 2^22, as
 // magic_to_float requires.
-template <class C>
-__device__ __forceinline__ float to_product(typename C::Product value) {
+template <class C> __device__ __forceinline__ float to_product(typename C::Product value) {
   return C::kShortBlocks ? magic_to_float(value) : static_cast<float>(value);
 }
 

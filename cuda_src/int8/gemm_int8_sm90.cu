@@ -61,10 +61,10 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
 using Kernel = GemmInt8Sm90<Config>;
 
 // The role of the producer warp, which copies xq and the codes and parameters of the weight.
-template <class C>
-__device__ __forceinline__ void produce(const typename C::SharedStorage& shared, const TensorMap* w_map,
-                                        const uint8_t* parameters, const TensorMap* x_map, int m_blocks, int n_blocks,
-                                        int m, int n, int k) {
+template <class C> __device__ __forceinline__ void produce(const typename C::SharedStorage& shared,
+                                                           const TensorMap* w_map, const uint8_t* parameters,
+                                                           const TensorMap* x_map, int m_blocks, int n_blocks, int m,
+                                                           int n, int k) {
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int rank = cluster_rank<C::kClusterSize>();
@@ -123,11 +123,11 @@ __device__ __forceinline__ void produce(const typename C::SharedStorage& shared,
 }
 
 // The role of the warps that copy the parameters of x: each lane copies those of two adjacent rows.
-template <class C>
-__device__ __forceinline__ void produce_x_parameters(const typename C::SharedStorage& shared, uint8_t* memory,
-                                                     const float* x_scale, const float* x_offset,
-                                                     const typename C::Product* x_sums, int m_blocks, int n_blocks,
-                                                     int m, int k, int block_size) {
+template <class C> __device__ __forceinline__ void produce_x_parameters(const typename C::SharedStorage& shared,
+                                                                        uint8_t* memory, const float* x_scale,
+                                                                        const float* x_offset,
+                                                                        const typename C::Product* x_sums, int m_blocks,
+                                                                        int n_blocks, int m, int k, int block_size) {
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - C::kConsumerWarps - 1) * (C::kBlockM / C::kXParameterWarps) + lane * 2;
@@ -202,13 +202,10 @@ __device__ __forceinline__ void wgmma(T (&d)[C::kAccumulators], uint64_t a, uint
 }
 
 // The arguments are those of the kernel.
-template <class C>
-__device__ __forceinline__ void gemm_int8_sm90_tiles(const float* x_scale, const float* x_offset,
-                                                     const typename C::Product* x_sums, const uint8_t* parameters,
-                                                     const typename C::Bias* bias, typename C::T* y,
-                                                     const TensorMap* x_map, const TensorMap* w_map, int m, int n,
-                                                     int k, int block_size, int m_blocks, int n_blocks, int ldy,
-                                                     int aligned, float low, float high) {
+template <class C> __device__ __forceinline__ void gemm_int8_sm90_tiles(
+    const float* x_scale, const float* x_offset, const typename C::Product* x_sums, const uint8_t* parameters,
+    const typename C::Bias* bias, typename C::T* y, const TensorMap* x_map, const TensorMap* w_map, int m, int n, int k,
+    int block_size, int m_blocks, int n_blocks, int ldy, int aligned, float low, float high) {
   using T = typename C::T;
   extern __shared__ __align__(1024) uint8_t memory[];
   const typename C::SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};

@@ -15,8 +15,7 @@
 #include "ptx/thread_index.cuh"
 
 // Host is the Config of gemm_int8_sm90.cu.
-template <class Host>
-struct GemmInt8Sm90 : Host {
+template <class Host> struct GemmInt8Sm90 : Host {
   static constexpr int kConsumerWarps = Host::kWarpgroups * 4;
   static constexpr int kXParameterWarps = 2;
   static constexpr int kThreads = (kConsumerWarps + 4) * 32;
@@ -97,8 +96,7 @@ struct GemmInt8Sm90 : Host {
 };
 
 // The tile scheduler of a persistent cluster, whose CTAs compute adjacent tiles along m, or slices of K of one tile.
-template <class C>
-struct TileScheduler : PersistentTileScheduler<C::kClusterSize * C::kSplitK> {
+template <class C> struct TileScheduler : PersistentTileScheduler<C::kClusterSize * C::kSplitK> {
   int m_blocks, n_blocks;  // numbers of units along m and n; a unit is one tile per CTA
 
   __device__ __forceinline__ TileScheduler(int m_blocks, int n_blocks)
@@ -113,8 +111,7 @@ struct TileScheduler : PersistentTileScheduler<C::kClusterSize * C::kSplitK> {
 };
 
 // The k tiles of a CTA: all of them, or its slice of K.
-template <class C>
-struct KTiles {
+template <class C> struct KTiles {
   int begin, end;
 
   explicit __device__ __forceinline__ KTiles(int k) : begin(0), end(ceil_div(k, C::kBlockK)) {

@@ -70,8 +70,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
 using Kernel = GemmW4A8Sm90<Config>;
 
 // The producer's copies to the stages.
-template <class C>
-struct Producer {
+template <class C> struct Producer {
   const Tile<C>& tile;
   const uint8_t* weight;
   const uint8_t* offsets;
@@ -157,9 +156,9 @@ struct Producer {
 };
 
 // The role of the warp that copies the values of x per row (x_values).
-template <class C>
-__device__ __forceinline__ void produce_x_parameters(const Tile<C>& tile, uint8_t* memory, const float* x_values, int m,
-                                                     int k, int block_size) {
+template <class C> __device__ __forceinline__ void produce_x_parameters(const Tile<C>& tile, uint8_t* memory,
+                                                                        const float* x_values, int m, int k,
+                                                                        int block_size) {
   constexpr int kRows = ceil_div(C::kBlockM, 32);  // number of rows per lane
   constexpr int kLoaded = kRows <= 2 ? 8 : 4;      // number of k tiles whose values are loaded together
   const auto pipeline = tile.shared.pipeline();
@@ -200,8 +199,7 @@ __device__ __forceinline__ void produce_x_parameters(const Tile<C>& tile, uint8_
 }
 
 // The parameters of this lane's two columns of a weight tile.
-template <class C>
-struct Columns {
+template <class C> struct Columns {
   float scales[2];
   float offsets[2];    // FP8: the factor of the sum of x's values
   uint32_t biases[2];  // int8: 128 - z in each byte
@@ -242,13 +240,10 @@ __device__ __forceinline__ void wgmma(typename C::Product (&d)[C::kAccumulators]
 }
 
 // The arguments are those of the kernel.
-template <class C>
-__device__ __forceinline__ void gemm_w4a8_sm90_tile(const float* x_row_scale, const float* x_values,
-                                                    const uint8_t* weight, const uint8_t* offsets, const float* units,
-                                                    const typename C::Bias* bias, typename C::T* y,
-                                                    const TensorMap* x_map, const TensorMap* sums_map, int m, int n,
-                                                    int k, int block_size, int m_blocks, int ldy, int aligned,
-                                                    float low, float high) {
+template <class C> __device__ __forceinline__ void gemm_w4a8_sm90_tile(
+    const float* x_row_scale, const float* x_values, const uint8_t* weight, const uint8_t* offsets, const float* units,
+    const typename C::Bias* bias, typename C::T* y, const TensorMap* x_map, const TensorMap* sums_map, int m, int n,
+    int k, int block_size, int m_blocks, int ldy, int aligned, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Tile<C> tile(ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory))), k, m_blocks);
   const auto pipeline = tile.shared.pipeline();

@@ -11,8 +11,7 @@
 #include "ptx/barrier.cuh"
 
 // Host is the Config of gemm_w4a8_sm90.cu.
-template <class Host>
-struct GemmW4A8Sm90 : Host {
+template <class Host> struct GemmW4A8Sm90 : Host {
   static constexpr int kClusterSize = Host::kSplitK * Host::kShareX;
   static constexpr int kBlockK = 128;
   static constexpr int kColumnTiles =
@@ -85,8 +84,7 @@ struct GemmW4A8Sm90 : Host {
 // The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end), where tiles of
 // offsets follow the last k tile of the weight. An iteration of the main loop consumes one stage: kKTiles k tiles, or
 // fewer in the last iteration.
-template <class C>
-struct Tile {
+template <class C> struct Tile {
   typename C::SharedStorage shared;
   int m_begin, n_begin;
   int split;  // index of the CTA's slice of K
@@ -122,10 +120,7 @@ struct Tile {
 };
 
 // Synchronizes the consumers.
-template <class C>
-__device__ __forceinline__ void sync_consumers() {
-  ptx::barrier_sync(1, C::kConsumerThreads);
-}
+template <class C> __device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1, C::kConsumerThreads); }
 
 // Sums the accumulators of all consumers and all CTAs of a cluster, and stores y. The order of additions is fixed: the
 // consumers of this CTA, then the other CTAs by rank. The sums are in units of `unit`.

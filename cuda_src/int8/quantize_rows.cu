@@ -41,8 +41,7 @@ using int8_t = signed char;
 using Values = Vector<X, kValues>;
 
 // Reduces a value over the lanes of a block of x; called by all threads of the CTA.
-template <class T, class Op>
-__device__ __forceinline__ T reduce(T value, Op op, T* shared) {
+template <class T, class Op> __device__ __forceinline__ T reduce(T value, Op op, T* shared) {
 #pragma unroll
   for (int step = min(kLanes, 32) / 2; step > 0; step /= 2) {
     value = op(value, __shfl_xor_sync(0xffffffffu, value, step));

@@ -21,8 +21,7 @@ __device__ __forceinline__ void cp_async_4(unsigned shared_address, const void* 
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // cp.async.wait_group: waits until at most the last PENDING groups of this thread are pending.
-template <int PENDING>
-__device__ __forceinline__ void cp_async_wait_group() {
+template <int PENDING> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 

@@ -35,8 +35,7 @@ __device__ __forceinline__ unsigned fma_bf16x2(unsigned a, unsigned b, unsigned 
 
 // mov.b32: returns one 16-bit half of `pair` in both halves of a register. This is often free, because many
 // instructions can select halves of an operand.
-template <int HALF>
-__device__ __forceinline__ unsigned twice(unsigned pair) {
+template <int HALF> __device__ __forceinline__ unsigned twice(unsigned pair) {
   unsigned out;
   if constexpr (HALF == 0) {
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(out) : "r"(pair));

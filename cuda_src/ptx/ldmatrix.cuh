@@ -7,8 +7,7 @@ namespace ptx {
 // ldmatrix.x4: loads four 8 x 8 matrices of 16-bit values. Lanes 8i .. 8i + 7 pass the shared addresses of the rows (16
 // bytes each) of matrix i. Lane 4g + t receives row g, columns 2t and 2t + 1, of each matrix. OFFSET bytes are added to
 // all addresses; as an immediate, they take no instruction.
-template <int OFFSET = 0>
-__device__ __forceinline__ void ldmatrix_x4(unsigned (&out)[4], unsigned address) {
+template <int OFFSET = 0> __device__ __forceinline__ void ldmatrix_x4(unsigned (&out)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4 + %5];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address), "n"(OFFSET)

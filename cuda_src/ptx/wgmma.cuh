@@ -21,16 +21,14 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // wgmma.wait_group: waits until at most the last PENDING groups are pending.
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait_group() {
+template <int PENDING> __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // Returns the matrix descriptor of a matrix at a shared address, which is a multiple of 16. STRIDE is the stride byte
 // offset: the stride in bytes between adjacent groups of 8 rows. The fields are address / 16 in bits 0 .. 13,
 // STRIDE / 16 in bits 32 .. 45, and 1 in bits 62 .. 63 for the 128-byte swizzle.
-template <unsigned STRIDE = 1024>
-__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
+template <unsigned STRIDE = 1024> __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
   return 1ull << 62 | static_cast<unsigned long long>(STRIDE / 16) << 32 | address / 16;
 }
 
