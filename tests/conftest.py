@@ -140,10 +140,10 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     """Mark each simulated case of a test as a repetition if other cases have all of its parameter values.
 
     A third of these cases is marked slow instead. The remaining ones cover every architecture, and every value of every
-    other parameter both below sm_80 and from sm_80 on, where kernels use other instructions, though not every
+    other parameter on each path from sm_80 on and once below, where most kernels are the same, though not every
     combination. A test that draws its problem runs once per architecture, with copies that land either late or early.
-    Cases are visited in an arbitrary but fixed order, so that values of one parameter meet different
-    values of the others.
+    Cases are visited in an arbitrary but fixed order, so that values of one parameter meet different values of the
+    others.
     """
     covered: set[tuple[str, str, str]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
@@ -154,7 +154,8 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         draws = hasattr(getattr(item, "function", None), "hypothesis")
         named = {name: value for name, value in parameters.items() if not (draws and name in SIMULATED)}
         values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
-        path = "sm_80 and newer" if parameters.get("arch", 80) >= 80 else "older"
+        arch = parameters.get("arch", 80)
+        path = arch if arch >= 80 else "older"
         values |= {(function, f"{name} on {path}", value) for _, name, value in values if name not in SIMULATED}
         if values <= covered:
             item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 3 == 0 else pytest.mark.repetition)
