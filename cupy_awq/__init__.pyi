@@ -13,11 +13,15 @@ from cupy_awq.loader import load as load
 from cupy_awq.ops.conv2d import conv2d as conv2d
 from cupy_awq.ops.conv2d_int8 import conv2d_int8 as conv2d_int8
 from cupy_awq.ops.dequantize import dequantize as dequantize
+from cupy_awq.ops.experts import gemm_grouped as gemm_grouped
+from cupy_awq.ops.experts import moe as moe
+from cupy_awq.ops.experts import topk as topk
 from cupy_awq.ops.gemm import explain as explain
 from cupy_awq.ops.gemm import gemm as gemm
 from cupy_awq.ops.gemm import gemv as gemv
 from cupy_awq.ops.int_to_fp16 import dequantize_s4_to_fp16x2 as dequantize_s4_to_fp16x2
 from cupy_awq.ops.int_to_fp16 import int8_to_fp16 as int8_to_fp16
+from cupy_awq.ops.packed_experts import PackedExperts as PackedExperts
 from cupy_awq.ops.plan import Plan as Plan
 from cupy_awq.ops.plan import plan as plan
 from cupy_awq.ops.quantized_linear import gemm_int8 as gemm_int8

@@ -271,7 +271,7 @@ def validate_out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any]
 
     >>> validate_out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
-    _like_result(out, "out", shape, dtype, device)
+    validate_like_result(out, "out", shape, dtype, device)
     if device == HOST and not out.flags.writeable:
         raise ValueError("out: expected a writable array, got a read-only one")
     if overlap.shares_elements(out):
@@ -349,7 +349,7 @@ def validate_product(
     form = validate_activation(activation)
     shape = (*x.shape[:-1], out_features(weight.n, form))
     if residual is not None:
-        _like_result(residual, "residual", shape, x.dtype, weight.device)
+        validate_like_result(residual, "residual", shape, x.dtype, weight.device)
     if out is not None:
         validate_out(out, shape, x.dtype, weight.device)
     return Product(element, shape, bias_dtype, form)
@@ -404,7 +404,7 @@ def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
+def validate_like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
     """Raise TypeError or ValueError unless `a` has the given shape, dtype and device."""
     validate_device(a, name, device, "the result")
     if a.dtype != dtype or a.shape != shape:

@@ -35,7 +35,7 @@ PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
     "__init__ atomic sandbox activation check_scalar overlap check array_types packing weight block_weight reference"
-    " block_check block_reference checkpoint runtime kernels ops quantization quantizer linear loader saver llm serve"
+    " block_check block_reference expert_check expert_reference checkpoint runtime kernels ops quantization quantizer linear loader saver llm serve"
     " tools __main__"
 ).split()
 """The layers, the lowest first. A module imports from its own layer and from lower ones.
@@ -49,16 +49,21 @@ LLM_ORDER = (
 NO_CUPY = set(
     (
         "sandbox activation check_scalar overlap check array_types packing weight block_weight reference block_check"
-        " block_reference quantization kernels checkpoint"
+        " block_reference expert_check expert_reference quantization kernels checkpoint"
     ).split()
 )
 """The layers that may not import CuPy, not even inside a function."""
 
-KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "quantization")
+KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "experts", "quantization")
 """The folders of kernels, one an operation."""
-FOREIGN = {("conv2d", "gemm"): {"conv2d_gemm"}, ("decoder", "select"): {"decoder"}}
-"""The modules of a folder that import from another or from the choice: a 1x1 convolution is a GEMM, and the decoder's
-plans are chosen."""
+FOREIGN = {
+    ("conv2d", "gemm"): {"conv2d_gemm"},
+    ("decoder", "select"): {"decoder"},
+    ("experts", "gemm"): {"expert_gemm", "expert_gemm_simt", "layer", "problem"},
+    ("experts", "select"): {"layer"},
+}
+"""The modules of a folder that import from another or from the choice: a 1x1 convolution is a GEMM, experts have the
+layouts of a GEMM's weight, and the plans of the decoder and of a layer of experts are chosen."""
 GGUF_ORDER = "container names dense q4 q8 tensors write".split()
 """The modules of `cupy_awq.checkpoint.gguf`, the lowest first."""
 GGUF_IMPORTS = "contents files module nibbles tensors threads".split()

@@ -19,6 +19,17 @@ from cupy_awq.kernels.decoder.sampling import SAMPLE_TOKEN, SAMPLING_THRESHOLD, 
 from cupy_awq.kernels.decoder.swiglu import SWIGLU, GatedActivation
 from cupy_awq.kernels.dequantize.dequantize import DEQUANTIZE, Dequantization
 from cupy_awq.kernels.dequantize.int_to_fp16 import INT_TO_FP16, Conversion
+from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
+from cupy_awq.kernels.experts.expert_gemm_simt import EXPERT_GEMM_SIMT
+from cupy_awq.kernels.experts.problem import ExpertProduct
+from cupy_awq.kernels.experts.routing import (
+    CHOOSE_EXPERTS,
+    SORT_TOKENS,
+    SUM_EXPERTS,
+    ExpertChoice,
+    ExpertSum,
+    TokenSort,
+)
 from cupy_awq.kernels.family import AnyFamily, KernelProblem
 from cupy_awq.kernels.gemm.gather_columns import GATHER_COLUMNS, ColumnGather
 from cupy_awq.kernels.gemm.gemm_mma import GEMM_SM75, GEMM_SM80
@@ -73,6 +84,10 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     DenseProduct: (DENSE_MMA, DENSE, DENSE_INT8_MMA, DENSE_INT8),
     TokenSampling: (SAMPLE_TOKEN,),
     ThresholdSearch: (SAMPLING_THRESHOLD,),
+    ExpertProduct: (EXPERT_GEMM, EXPERT_GEMM_SIMT),
+    ExpertChoice: (CHOOSE_EXPERTS,),
+    TokenSort: (SORT_TOKENS,),
+    ExpertSum: (SUM_EXPERTS,),
 }
 
 FAMILIES_OF: dict[type[KernelProblem], dict[str, AnyFamily]] = {

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// The compile-time constants, the shared-memory layout and the tile scheduler of expert_gemm.cu.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "common/warp.cuh"
+#include "gemm/repacked_layout.cuh"
+#include "hopper/shared_storage.cuh"
+
+// How a warp computes the products of a group:
+//   kExact    operand A is q - z (ExactCodes); the float32 sums of a group are multiplied by the group's scale
+//   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes)
+enum class Math { kExact, kScaled };
+
+// Where the rows of a unit come from:
+//   kSorted   rows of one expert, from the arrays that sort_tokens.cu writes
+//   kPairs    one (token, slot) pair; experts are read from the ids of the router
+//   kTokens   all slots of one token, whose weighted sum is the row of y; experts as in kPairs
+enum class Rows { kSorted, kPairs, kTokens };
+
+struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
+                EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_SHARED> {};
+
+constexpr bool kGated = Config::kGated, kHasBias = Config::kHasBias;
+constexpr int kGroups = Config::kGroups, kGroupBytes = Config::kGroupBytes, kHalfGroupBytes = Config::kHalfGroupBytes;
+constexpr int kWeightTileBytes = Config::kWeightTileBytes;
+constexpr Zeros kZeros = Config::kZeros;
+constexpr Math kMath = Math::MATH;
+constexpr Rows kRows = Rows::ROWS;
+constexpr bool kHasRowWeights = HAS_ROW_WEIGHTS;  // whether rows of y are multiplied by the weights of the router
+constexpr bool kReadsAhead = READS_AHEAD;         // whether routing and weights may be read before the PDL wait
+constexpr bool kDependent = DEPENDENT;            // whether the launch has the PDL attribute
+constexpr int kBlockM = BLOCK_M;                  // the largest number of rows per unit
+constexpr int kColumnTiles = COLUMN_TILES;        // number of tiles of 16 columns of W per warp
+constexpr int kWarpsN = WARPS_N;                  // number of warps per slice of K, side by side along n
+constexpr int kSlices = WARPS_K;                  // number of slices of K per CTA
+constexpr int kStages = STAGES;                   // number of stages of x per slice
+constexpr int kDepth = DEPTH;                     // number of k tiles of the weight that a warp holds in registers
+constexpr int kPassRows = PASS_ROWS;              // number of rows of accumulators that shared memory holds
+constexpr int kCtasPerSm = CTAS_PER_SM;
+
+constexpr bool kHasOneRow = kRows != Rows::kSorted;
+constexpr int kXRows = kHasOneRow ? 1 : kBlockM;  // number of rows of x per stage
+constexpr int kSliceThreads = 32 * kWarpsN;
+constexpr int kThreads = kSliceThreads * kSlices;
+constexpr int kCtaColumnTiles = kColumnTiles * kWarpsN;
+constexpr int kBlockN = kCtaColumnTiles * 16;
+constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
+constexpr int kM8Tiles = kBlockM / 8;
+constexpr int kGroupSteps = 8 / kGroups;  // number of mma steps of 16 k per group and weight tile
+
+static_assert(kM8Tiles == 1 || kBlockM % 16 == 0, "ldmatrix loads 16 rows of x at a time");
+static_assert(!kHasOneRow || kBlockM == 8, "one row takes the lowest tile");
+static_assert(kRows != Rows::kTokens || (kMath == Math::kExact && !kGated), "the scales of a slot include its weight");
+static_assert(kRows == Rows::kTokens || !Config::kHasResidual, "only the sum of a token includes a shared expert");
+static_assert(!kGated || kCtaColumnTiles % 2 == 0, "half of the columns are the gate projection");
+static_assert(kZeros != Zeros::kOffset, "offsets are not added");
+static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+static_assert(kGroups <= 8, "a group has at least 16 rows of W");
+
+// Shared memory. A stage of x of a slice is [2 of k64][row][64], swizzled (hopper/swizzle.cuh). After the main loop,
+// the accumulators of kPassRows rows of all slices overwrite the stages; the padding avoids bank conflicts.
+constexpr int kStageBytes = kXRows * kWeightTileK * 2;
+constexpr int kPitch = kBlockN + 4;
+constexpr int kRingBytes = kSlices * kStages * kStageBytes;
+constexpr int kPassBytes = kSlices * kPassRows * kPitch * 4;
+
+struct SharedStorage {
+  static constexpr int kPairs = kRingBytes > kPassBytes ? kRingBytes : kPassBytes;  // int32 [kBlockM]
+  static constexpr int kBytes = kPairs + kBlockM * 4;
+};
+ASSERT_SHARED_BYTES(SharedStorage, SHARED_BYTES);
+
+// The tiles of a persistent CTA: those of a unit are adjacent, and units are in the order of the routing arrays.
+struct ExpertTileScheduler {
+  int n_blocks, tiles;
+  int tile = blockIdx.x;
+
+  __device__ __forceinline__ bool is_valid() const { return tile < tiles; }
+  __device__ __forceinline__ void advance() { tile += gridDim.x; }
+  __device__ __forceinline__ int unit() const { return tile / n_blocks; }
+  __device__ __forceinline__ int n_block() const { return tile % n_blocks; }
+};

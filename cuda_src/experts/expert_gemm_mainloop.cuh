@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// The load and the main loop of expert_gemm.cu: weights to registers, x to shared memory, accumulators of a warp.
+#pragma once
+
+#include "experts/expert_gemm.cuh"
+#include "hopper/swizzle.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ld.cuh"
+#include "ptx/ldmatrix.cuh"
+
+struct Arguments {
+  const uint8_t* weight;
+  const BIAS* bias;
+  const float* row_weights;
+  X* y;
+  const X* shared;
+  const int32_t* sorted_pairs;
+  const int32_t* experts;
+  const int32_t* sorted_count;
+  const X* x;
+  int64_t expert_bytes;
+  int pairs, expert_count, n, k, x_divisor, top_k, route_block, ldx, ldy, ld_shared;
+  float scale_factor, result_factor;
+
+  __device__ __forceinline__ int k_tiles() const { return ceil_div(k, kWeightTileK); }
+  __device__ __forceinline__ bool is_expert(int expert) const {
+    return static_cast<unsigned>(expert) < static_cast<unsigned>(expert_count);
+  }
+  // Returns the weighted sum of the biases of a token's experts, whose first pair is `first`, for one column.
+  __device__ __forceinline__ float sum_biases(int first, int column) const {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int pair = first; pair < first + top_k; ++pair) {
+      if (!is_expert(experts[pair])) continue;
+      const BIAS added = bias[static_cast<int64_t>(experts[pair]) * n + column];
+      sum = fmaf(to_float(added), kHasRowWeights ? row_weights[pair] : 1.0f, sum);
+    }
+    return sum;
+  }
+};
+
+// Synchronizes the warps of a slice.
+__device__ __forceinline__ void sync_slice(int slice) {
+  if constexpr (kWarpsN == 1) {
+    __syncwarp();
+  } else if constexpr (kSlices == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_sync(1 + slice, kSliceThreads);
+  }
+}
+
+// The position of a warp along the k tiles of its slice; with kTokens, along those of all slots. All lanes hold the
+// same position, and lane i the expert and the weight of slot i.
+struct KPosition {
+  int slot = 0;
+  int k_tile;
+  int expert;
+  float weight;
+
+  __device__ __forceinline__ void advance(int k_tiles, int step = kSlices) {
+    k_tile += step;
+    if constexpr (kRows == Rows::kTokens) {
+      while (k_tile >= k_tiles) {
+        k_tile -= k_tiles;
+        ++slot;
+      }
+    }
+  }
+};
+
+// What a warp loads of one weight tile for 16 columns: codes of two k64, and the parameters of the groups.
+struct WeightPart {
+  uint32_t words[2][4];
+  Group<Config> groups[kGroups];
+};
+
+// The weight of a warp.
+class Weight {
+ public:
+  __device__ __forceinline__ Weight(const Arguments& arguments, int n_block) : arguments_(arguments) {
+    const int lane = threadIdx.x % 32;
+    const int warp = uniform_warp() % kWarpsN;
+    const int last = ceil_div(arguments.n, 128) * 8 - 1;
+    // In a gated tile, the first half of the columns belongs to the gate projection, the second half to the up
+    // projection.
+    constexpr int kAdjacent = kGated ? kCtaColumnTiles / 2 : kCtaColumnTiles;
+#pragma unroll
+    for (int i = 0; i < kColumnTiles; ++i) {
+      const int local = warp * kColumnTiles + i;
+      const int up_begin = local < kAdjacent ? 0 : arguments.n / 32;
+      const int tile = min(up_begin + n_block * kAdjacent + local % kAdjacent, last);
+      const uint32_t begin = static_cast<uint32_t>(tile / 2 * arguments.k_tiles()) * kWeightTileBytes;
+      codes_[i] = begin + tile % 2 * 512 + lane * 16;
+      scales_[i] = begin + kCodeBytes + tile % 2 * kHalfGroupBytes + lane / 4 * 4;
+    }
+  }
+  __device__ __forceinline__ void load(WeightPart (&parts)[kColumnTiles], const KPosition& at) const {
+    int expert = at.expert;
+    if constexpr (kRows == Rows::kTokens) expert = __shfl_sync(kFullWarp, at.expert, at.slot);
+    const uint8_t* tile = arguments_.weight + expert * arguments_.expert_bytes + at.k_tile * kWeightTileBytes;
+#pragma unroll
+    for (int i = 0; i < kColumnTiles; ++i) {
+#pragma unroll
+      for (int k64 = 0; k64 < 2; ++k64) ptx::ld_global_no_allocate(parts[i].words[k64], tile + codes_[i] + k64 * 1024);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const uint8_t* scales = tile + scales_[i] + group * kGroupBytes;
+        parts[i].groups[group].scales = __ldg(reinterpret_cast<const unsigned*>(scales));
+        parts[i].groups[group].zeros = 0x0808u;
+        if constexpr (kZeros == Zeros::kPacked) {
+          const uint8_t* zeros = scales + 32 - threadIdx.x % 32 / 4 * 2;
+          parts[i].groups[group].zeros = __ldg(reinterpret_cast<const unsigned short*>(zeros));
+        }
+        parts[i].groups[group].offsets = 0;
+      }
+    }
+  }
+
+ private:
+  const Arguments& arguments_;
+  uint32_t codes_[kColumnTiles], scales_[kColumnTiles];  // offsets of this lane's values in a tile column
+};
+
+// The copies of x of a slice.
+class Copies {
+ public:
+  // `pairs` are the pairs of the unit, in shared memory, of which the first `rows` exist.
+  __device__ __forceinline__ Copies(const Arguments& arguments, const int32_t* pairs, int rows, uint32_t ring)
+      : arguments_(arguments), pairs_(pairs), ring_(ring), rows_(rows) {}
+
+  // Starts the copy of x for a k tile to stage `stage_idx`.
+  __device__ __forceinline__ void start(int stage_idx, const KPosition& at) const {
+    constexpr int kChunks = kXRows * 16;
+    const uint32_t stage = ring_ + stage_idx * kStageBytes;
+#pragma unroll
+    for (int pass = 0; pass < ceil_div(kChunks, kSliceThreads); ++pass) {
+      const int index = pass * kSliceThreads + threadIdx.x % kSliceThreads;
+      const int row = index / 16;
+      const int chunk = index % 16;
+      // Up to the end of a tile of 16 rows, rows are copies of the last one; the resulting rows of y are not stored.
+      if (row >= (kM8Tiles == 1 ? rows_ : ceil_div(rows_, 16) * 16)) continue;
+      const int pair = pairs_[min(row, rows_ - 1)] + (kRows == Rows::kTokens ? at.slot : 0);
+      const X* source = arguments_.x + static_cast<int64_t>(pair / arguments_.x_divisor) * arguments_.ldx;
+      const int column = at.k_tile * kWeightTileK + chunk * 8;
+      // The last weight tile may be longer than K; zeros fill it.
+      const uint32_t target = chunk / 8 * (kXRows * 128) + row * 128 + (chunk % 8 ^ swizzle_bits(row)) * 16;
+      ptx::cp_async_16(stage + target, source + min(column, arguments_.k - 8), column < arguments_.k ? 16 : 0);
+    }
+  }
+
+ private:
+  const Arguments& arguments_;
+  const int32_t* pairs_;
+  uint32_t ring_;
+  int rows_;
+};
+
+using Accumulators = float[kColumnTiles][kM8Tiles][4];
+
+// Computes the accumulators of a warp for one tile.
+class MainLoop {
+ public:
+  __device__ __forceinline__ MainLoop(uint32_t ring, int rows, float scale_factor)
+      : factor_(scale_factor), active_(ceil_div(rows, 16)) {
+    const int lane = threadIdx.x % 32;
+    // ldmatrix loads matrices 0 and 1 from rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15, and matrices 2 and 3 from rows 8
+    // .. 15 at the same k. With 8 rows, it loads all four matrices from these rows, at k 0 .. 31; lanes past the last
+    // row of x load that row again.
+    const int row = kM8Tiles == 1 ? min(lane % 8, rows - 1) : lane / 16 * 8 + lane % 8;
+    const int chunk = kM8Tiles == 1 ? lane / 8 : lane / 8 % 2;
+    x_ = ring + row * 128 + (chunk ^ swizzle_bits(row)) * 16;
+  }
+
+  // Adds the products of one k tile, whose x is in stage `stage_idx`.
+  __device__ __forceinline__ void multiply(Accumulators& accumulators, const WeightPart (&parts)[kColumnTiles],
+                                           int stage_idx, float slot_weight) {
+    const uint32_t stage = stage_idx * kStageBytes;
+    for_each_constant<kGroups>([&](int group) {
+      Accumulators sums = {};
+#pragma unroll
+      for (int i = 0; i < kColumnTiles; ++i) begin_group(i, parts[i].groups[group]);
+#pragma unroll
+      for (int of_group = 0; of_group < kGroupSteps; ++of_group) {
+        const int step = group * kGroupSteps + of_group;
+        uint32_t a[kColumnTiles][4];
+#pragma unroll
+        for (int i = 0; i < kColumnTiles; ++i) convert(a[i], i, parts[i].words[step / 4][step % 4]);
+        Accumulators& target = kMath == Math::kScaled ? accumulators : sums;
+        const uint32_t begin = stage + step / 4 * (kXRows * 128);
+        if constexpr (kM8Tiles == 1) {
+          if (step % 2 == 0) ptx::ldmatrix_x4(b_, (x_ ^ step / 2 % 2 * 64) + begin);
+#pragma unroll
+          for (int i = 0; i < kColumnTiles; ++i) mma<X>(target[i][0], a[i], b_[step % 2 * 2], b_[step % 2 * 2 + 1]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kM8Tiles / 2; ++j) {
+            if (j >= active_) break;
+            ptx::ldmatrix_x4(b_, (x_ ^ step % 4 * 32) + begin + j * (16 * 128));
+#pragma unroll
+            for (int i = 0; i < kColumnTiles; ++i) {
+              mma<X>(target[i][2 * j], a[i], b_[0], b_[1]);
+              mma<X>(target[i][2 * j + 1], a[i], b_[2], b_[3]);
+            }
+          }
+        }
+      }
+      if constexpr (kMath == Math::kExact) add_group(accumulators, sums, parts, group, slot_weight);
+    });
+  }
+
+ private:
+  __device__ __forceinline__ void begin_group(int i, const Group<Config>& group) {
+    if constexpr (kMath == Math::kScaled) {
+      scaled_[i] = ScaledCodes<X, Config>(group, factor_);
+    } else {
+      zeros_[i] = ExactCodes<X>::zeros(group.zeros);
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], int i, uint32_t word) const {
+    if constexpr (kMath == Math::kScaled) {
+      scaled_[i].convert(a, word);
+    } else {
+      ExactCodes<X>::convert(a, word, zeros_[i]);
+    }
+  }
+  // Adds the sums of a group, times its scales, to the accumulators.
+  __device__ __forceinline__ void add_group(Accumulators& accumulators, const Accumulators& sums,
+                                            const WeightPart (&parts)[kColumnTiles], int group, float slot_weight) {
+#pragma unroll
+    for (int i = 0; i < kColumnTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kM8Tiles; ++j) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          float scale = parts[i].groups[group].scale(v / 2);
+          // A slot without an expert has the weight 0; the product with an infinite scale would be NaN.
+          if constexpr (kRows == Rows::kTokens) scale = slot_weight == 0.0f ? 0.0f : scale * slot_weight;
+          accumulators[i][j][v] = fmaf(sums[i][j][v], scale, accumulators[i][j][v]);
+        }
+      }
+    }
+  }
+
+  typename ScaledCodes<X, Config>::Factor factor_;
+  int active_;  // number of tiles of 16 rows that exist
+  uint32_t x_;  // the shared address of this lane's row of x in stage 0
+  ScaledCodes<X, Config> scaled_[kColumnTiles];
+  uint32_t zeros_[kColumnTiles];
+  uint32_t b_[4];
+};

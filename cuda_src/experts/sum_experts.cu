@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums the weighted results of a token's experts in the order of the slots:
+//
+//   y[m, n] = sum over slots s with an expert in [0, experts) of pairs[m * top_k + s, n], + shared[m, n]
+//
+//   pairs   X [m * top_k, n], contiguous; n % 8 == 0
+//   ids     int32 [m, top_k]
+//   shared  X [m, n], row stride ld_shared values, or null
+//   y       X [m, n], row stride ldy values
+//
+// ALIGNED: rows of shared and y start at multiples of the size of eight values.
+//
+// Architectures: all. A thread sums eight columns.
+#include "common/types.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_experts(const X* pairs, const int32_t* ids, const X* shared, X* y, int n, int top_k, int experts, int ld_shared,
+                int ldy) {
+  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+  if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
+  const int column = (blockIdx.x * THREADS + threadIdx.x) * 8;
+  if (column >= n) return;
+  const int64_t token = blockIdx.y;
+  float sums[8] = {};
+  for (int slot = 0; slot < top_k; ++slot) {
+    const int64_t pair = token * top_k + slot;
+    if (static_cast<unsigned>(ids[pair]) >= static_cast<unsigned>(experts)) continue;
+    Vector<X, 8> values;
+    load<true>(values, pairs + pair * n + column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] += to_float(values.values[i]);
+  }
+  Vector<X, 8> added = {};
+  if constexpr (HAS_SHARED) load<ALIGNED>(added, shared + token * ld_shared + column);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) added.values[i] = from_float<X>(sums[i] + to_float(added.values[i]));
+  store<ALIGNED>(y + token * ldy + column, added);
+}

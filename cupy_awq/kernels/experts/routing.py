@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small kernels around the grouped products: ``choose_experts``, ``sort_tokens`` and ``sum_experts``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
+from cupy_awq.kernels.experts.problem import count_blocks
+from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
+
+MAX_EXPERTS = 4096
+"""The largest number of experts, whose counts shared memory holds."""
+MAX_ROUTER_EXPERTS = 1024
+"""The largest number of experts of `ExpertChoice`, whose scores of four tokens shared memory holds."""
+MAX_TOKENS = 65535
+"""The largest number of tokens of a sum, the size of a grid along y."""
+
+
+@dataclass(frozen=True)
+class ExpertChoice(MemoryBoundProblem):
+    """A router: the top_k experts of each of ``m`` tokens, and their weights.
+
+    Attributes:
+        m: number of tokens.
+        experts: number of experts.
+        top_k: number of experts per token.
+        dtype: dtype of the logits.
+        is_sigmoid: whether scores are sigmoids of the logits, not their softmax.
+        has_bias: whether a bias is added to the scores for the choice.
+        renormalize: whether the weights of a token are divided by their sum.
+        groups: number of groups of experts.
+        kept: number of groups among which experts are chosen.
+        scale: factor of the weights.
+        ld: row stride of the logits in elements.
+    """
+
+    m: int
+    experts: int
+    top_k: int
+    dtype: str
+    is_sigmoid: bool
+    has_bias: bool
+    renormalize: bool
+    groups: int
+    kept: int
+    scale: float
+    ld: int
+
+    def __str__(self) -> str:
+        return f"router of {self.m} tokens: {self.top_k} of {self.experts} experts"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read and written."""
+        return self.m * (self.experts * ITEMSIZE[self.dtype] + 8 * self.top_k)
+
+    @classmethod
+    def common_problems(cls) -> Iterator[ExpertChoice]:
+        """Yield routers of common models, which the compile command compiles in advance."""
+        for experts, top_k, is_sigmoid in ((128, 8, False), (8, 2, False), (128, 8, True)):
+            yield cls(1, experts, top_k, "float32", is_sigmoid, is_sigmoid, True, 1, 1, 1.0, experts)
+
+
+class ChooseExperts(SoleConfigFamily[ExpertChoice]):
+    """The family ``choose_experts``."""
+
+    NAME = "choose_experts"
+
+    def refusal(self, problem: ExpertChoice, device: Device) -> str | None:
+        if problem.experts > MAX_ROUTER_EXPERTS:
+            return f"needs at most {MAX_ROUTER_EXPERTS} experts, not {problem.experts}"
+        return None
+
+    def plan(self, config: SoleConfig, problem: ExpertChoice, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are logits, bias, ids and weights."""
+        threads = 128
+        defines: dict[str, int | str] = {
+            "X": TYPES[problem.dtype],
+            "EXPERTS": problem.experts,
+            "GROUPS": problem.groups,
+            "SIGMOID": int(problem.is_sigmoid),
+            "HAS_BIAS": int(problem.has_bias),
+            "RENORMALIZE": int(problem.renormalize),
+        }
+        sizes = map(np.int32, (problem.m, problem.top_k, problem.kept, problem.ld))
+        arguments = ("logits", "bias", "ids", "weights", *sizes, np.float32(problem.scale))
+        return _plan(device, self.NAME, defines, (ceil_div(problem.m, threads // 32), 1, 1), threads, arguments)
+
+
+@dataclass(frozen=True)
+class TokenSort(MemoryBoundProblem):
+    """A sort of rows by expert, in blocks that hold rows of one expert.
+
+    Attributes:
+        pairs: number of rows.
+        experts: number of experts.
+        block: number of rows per block.
+        from_offsets: whether the rows of each expert are given by offsets, not by an id per row.
+    """
+
+    pairs: int
+    experts: int
+    block: int
+    from_offsets: bool = False
+
+    def __str__(self) -> str:
+        return f"sort of {self.pairs} rows by {self.experts} experts in blocks of {self.block}"
+
+    @property
+    def blocks(self) -> int:
+        """The largest number of blocks."""
+        return count_blocks(self.pairs, self.experts, self.block)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read and written."""
+        return 4 * (2 * self.pairs + self.blocks * (self.block + 1))
+
+    @classmethod
+    def common_problems(cls) -> Iterator[TokenSort]:
+        """Yield sorts of common models, which the compile command compiles in advance."""
+        for experts in (8, 64, 128, 256):
+            yield cls(1024, experts, 16)
+
+
+class SortTokens(SoleConfigFamily[TokenSort]):
+    """The family ``sort_tokens``."""
+
+    NAME = "sort_tokens"
+
+    def refusal(self, problem: TokenSort, device: Device) -> str | None:
+        return None if problem.experts <= MAX_EXPERTS else f"needs at most {MAX_EXPERTS} experts, not {problem.experts}"
+
+    def plan(self, config: SoleConfig, problem: TokenSort, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are ids, sorted_pairs, experts and sorted_count."""
+        threads = 128 if problem.pairs <= 512 else 1024
+        defines: dict[str, int | str] = {"EXPERTS": problem.experts, "FROM_OFFSETS": int(problem.from_offsets)}
+        sizes = map(np.int32, (problem.pairs, problem.block, problem.blocks * problem.block))
+        arguments = ("ids", "sorted_pairs", "experts", "sorted_count", *sizes)
+        return _plan(device, self.NAME, defines, (1, 1, 1), threads, arguments)
+
+
+@dataclass(frozen=True)
+class ExpertSum(MemoryBoundProblem):
+    """A sum over the experts of each token.
+
+    Attributes:
+        m: number of tokens.
+        n: number of columns.
+        top_k: number of experts per token.
+        experts: number of experts.
+        dtype: dtype of the results.
+        has_shared: whether the result of a shared expert is added.
+        aligned: whether rows of y and of the shared result start at multiples of the size of eight values.
+        ld_shared, ldy: row strides in elements.
+    """
+
+    m: int
+    n: int
+    top_k: int
+    experts: int
+    dtype: str
+    has_shared: bool
+    aligned: bool
+    ld_shared: int
+    ldy: int
+
+    def __str__(self) -> str:
+        return f"sum of {self.top_k} experts, y[{self.m}, {self.n}] {self.dtype}"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read and written."""
+        return self.m * self.n * (self.top_k + 1 + self.has_shared) * ITEMSIZE[self.dtype]
+
+    @classmethod
+    def common_problems(cls) -> Iterator[ExpertSum]:
+        """Yield sums of common models, which the compile command compiles in advance."""
+        for dtype, has_shared in itertools.product(("float16", "bfloat16"), (False, True)):
+            yield cls(16, 2048, 8, 128, dtype, has_shared, True, 2048, 2048)
+
+
+class SumExperts(SoleConfigFamily[ExpertSum]):
+    """The family ``sum_experts``."""
+
+    NAME = "sum_experts"
+
+    def refusal(self, problem: ExpertSum, device: Device) -> str | None:
+        return None if problem.m <= MAX_TOKENS else f"needs at most {MAX_TOKENS} tokens, not {problem.m}"
+
+    def plan(self, config: SoleConfig, problem: ExpertSum, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are pairs, ids, shared and y."""
+        threads = 64
+        defines: dict[str, int | str] = {
+            "X": TYPES[problem.dtype],
+            "HAS_SHARED": int(problem.has_shared),
+            "ALIGNED": int(problem.aligned),
+        }
+        sizes = map(np.int32, (problem.n, problem.top_k, problem.experts, problem.ld_shared, problem.ldy))
+        grid = ceil_div(problem.n, 8 * threads), problem.m, 1
+        return _plan(device, self.NAME, defines, grid, threads, ("pairs", "ids", "shared", "y", *sizes))
+
+
+def _plan(
+    device: Device, name: str, defines: dict[str, int | str], grid: Dim3, threads: int, arguments: tuple[Argument, ...]
+) -> LaunchPlan:
+    dependent = device.has(Capability.DEPENDENT_LAUNCH)
+    constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
+    kernel = Kernel(f"experts/{name}.cu", name, constants, device.target)
+    return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, dependent=dependent)
+
+
+CHOOSE_EXPERTS, SORT_TOKENS, SUM_EXPERTS = ChooseExperts(), SortTokens(), SumExperts()

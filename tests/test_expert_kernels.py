@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of a mixture of experts against float64 formulas, on the simulator and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_awq
+from cupy_awq import PackedExperts
+from cupy_awq.expert_check import EXPERT_ACTIVATIONS
+from cupy_awq.kernels.experts.expert_gemm import BLOCKS, EXPERT_GEMM
+from cupy_awq.kernels.experts.layer import ExpertLayer, list_steps, modelled_us, plan_layer
+from cupy_awq.kernels.experts.problem import ExpertProduct
+from cupy_awq.kernels.experts.routing import CHOOSE_EXPERTS, ExpertChoice
+from cupy_awq.kernels.family import SoleConfig
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import device
+from cupy_awq.runtime.device import Device
+from tests.backends import BACKENDS, GPU, LANDINGS, Run, runner
+from tests.experts import (
+    error_of,
+    float64_layer,
+    float64_rows,
+    float64_topk,
+    form_of,
+    random_experts,
+    repack_experts,
+    run_steps,
+    sort_rows,
+)
+from tests.test_kernels import BOUNDS, DTYPES, facts
+
+Array = Any
+
+
+def check_product(
+    run: Run, problem: ExpertProduct, config: Any, here: Device, rng: np.random.Generator, bias: str | None = None
+) -> None:
+    """Launch one configuration on random data, with NaN wherever it must write, and check y."""
+    weight = random_experts(
+        rng, problem.experts, problem.k, problem.n, problem.group_size, zeros=problem.zeros,
+        dtype=DTYPES[problem.scales_dtype], bias=None if bias is None else DTYPES[bias],
+    )  # fmt: skip
+    tokens = problem.pairs // problem.top_k
+    ids = rng.integers(-1 if problem.rows != "sorted" else 0, problem.experts, (tokens, problem.top_k)).astype(np.int32)
+    rows = problem.pairs if problem.x_divisor == 1 else tokens
+    x = rng.standard_normal((rows, problem.k)).astype(DTYPES[problem.dtype])
+    scale = rng.uniform(0.5, 1.5, problem.pairs).astype(np.float32)
+    fragments, form = repack_experts(run, weight, here)
+    problem = replace(
+        problem, layout=form.layout, scale_exponent=form.scale_exponent, wide_scales=form.wide_scales, bias_dtype=bias
+    )
+    activation = {None: None, "silu": "swiglu", "gelu": "geglu"}[problem.activation]
+    expected = float64_rows(np.repeat(x, problem.x_divisor, 0), ids.reshape(-1), weight, activation)
+    if problem.row_weights:
+        expected = expected * scale[:, None]
+    shared = None
+    if problem.rows == "tokens":
+        expected = expected.reshape(tokens, problem.top_k, -1).sum(axis=1)
+        if problem.shared:
+            shared = rng.standard_normal(expected.shape).astype(x.dtype)
+            expected = expected + shared.astype(np.float64)
+    routing: dict[str, Array] = {"experts": ids.reshape(-1), "sorted_pairs": None, "sorted_count": None}
+    if problem.rows == "sorted":
+        routing = sort_rows(run, ids, problem.experts, problem.block, here)
+    y = np.full(expected.shape, np.nan, x.dtype)
+    operands = {"weight": fragments, "bias": weight.bias, "row_weights": scale, "shared": shared, "x": x, "y": y}
+    run(EXPERT_GEMM.plan(config, problem, here), {**operands, **routing})
+    assert error_of(y, expected) < BOUNDS[problem.dtype]
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_any_product(backend: str, data: st.DataObject) -> None:
+    """Every group size, zeros, dtype and epilogue; experts without rows; K that ends within a weight tile."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    rows = data.draw(st.sampled_from(["sorted", "pairs", "tokens"]))
+    gated = rows != "tokens" and data.draw(st.booleans())
+    group_size = data.draw(st.sampled_from([16, 32, 64, 128]))
+    step = 32 if gated else 8
+    top_k = data.draw(st.sampled_from([1, 2, 3]))
+    problem = ExpertProduct(
+        rows,
+        top_k * data.draw(st.sampled_from([1, 2, 5, 17])),
+        data.draw(st.sampled_from([1, 2, 5])),
+        n=data.draw(st.integers(1, 160 // step)) * step,
+        k=max(group_size, data.draw(st.sampled_from([64, 320, 704])) // group_size * group_size),
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        block=data.draw(st.sampled_from(BLOCKS[:4])),
+        top_k=top_k,
+        x_divisor=data.draw(st.sampled_from([1, top_k])) if rows != "tokens" else 1,
+        activation=data.draw(st.sampled_from(["silu", "gelu"])) if gated else None,
+        gated=gated,
+        row_weights=data.draw(st.booleans()),
+        shared=rows == "tokens" and data.draw(st.booleans()),
+        layout="fragments",
+    )
+    here = replace(facts(data.draw(st.sampled_from([80, 90])), backend), sm_count=data.draw(st.sampled_from([1, 3])))
+    config = data.draw(st.sampled_from(EXPERT_GEMM.configs(problem, here)))
+    check_product(runner(backend), problem, config, here, rng, data.draw(st.sampled_from([None, "float32"])))
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
+@pytest.mark.parametrize("block", [8, 16, 32, 64, pytest.param(128, marks=pytest.mark.slow)])
+def test_every_tile(backend: str, block: int) -> None:
+    """Each layout of warps once; units with one to all of their rows; CTAs with several units."""
+    problem = ExpertProduct(
+        "sorted", 3 * block + 5, 3, 160, 704, 64, block=block, activation="silu", gated=True, layout="fragments"
+    )
+    here = replace(facts(80, backend), sm_count=2)
+    for config in EXPERT_GEMM.configs(problem, here):
+        check_product(runner(backend), problem, config, here, np.random.default_rng(block))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("from_offsets", [False, True])
+@pytest.mark.parametrize(("pairs", "experts", "block"), [(1, 1, 8), (700, 40, 16), (5, 300, 64), (90, 3, 1)])
+def test_sort(backend: str, from_offsets: bool, pairs: int, experts: int, block: int) -> None:
+    rng, here = np.random.default_rng(pairs), facts(90, backend)
+    ids = rng.integers(-1, experts + 1, pairs).astype(np.int32)
+    given_ids = ids
+    if from_offsets:
+        ids = np.sort(rng.integers(0, experts, pairs)).astype(np.int32)
+        given_ids = np.searchsorted(ids, np.arange(experts + 1)).astype(np.int32)
+    found = sort_rows(runner(backend), given_ids, experts, block, here, pairs if from_offsets else 0)
+    count, rows = int(found["sorted_count"][0]), found["sorted_pairs"]
+    assert count % block == 0
+    seen = rows[:count].reshape(-1, block)
+    for expert in range(experts):
+        own = seen[found["experts"][: count // block] == expert]
+        np.testing.assert_array_equal(np.sort(own[own < pairs]), np.flatnonzero(ids == expert))
+        assert len(own) == -(-np.count_nonzero(ids == expert) // block)
+    assert (rows[count:] == -7).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sort_of_invalid_offsets_stays_in_bounds(backend: str) -> None:
+    offsets = np.array([0, 9, -5, 9, 0, 2**30, 3, 9], np.int32)
+    found = sort_rows(runner(backend), offsets, 7, 8, facts(80, backend), 9)
+    assert 0 <= found["sorted_count"][0] <= len(found["sorted_pairs"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scoring": "sigmoid", "bias": True, "scale": 2.5},
+        {"scoring": "sigmoid", "bias": True, "groups": (8, 3)},
+        {"renormalize": False, "groups": (4, 1)},
+    ],
+)
+def test_router(backend: str, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    options = {"renormalize": True, "scoring": "softmax", "groups": None, "scale": 1.0, **options}
+    bias = rng.standard_normal(48).astype(np.float32) if options.pop("bias", False) else None
+    logits = rng.standard_normal((5, 48)).astype(np.float32)
+    problem = ExpertChoice(
+        5, 48, 6, "float32", options["scoring"] == "sigmoid", bias is not None, options["renormalize"],
+        *(options["groups"] or (1, 1)), options["scale"], 48,
+    )  # fmt: skip
+    ids, weights = np.full((5, 6), -7, np.int32), np.full((5, 6), np.nan, np.float32)
+    plan = CHOOSE_EXPERTS.plan(SoleConfig(), problem, facts(90, backend))
+    runner(backend)(plan, {"logits": logits, "bias": bias, "ids": ids, "weights": weights})
+    expected_ids, expected = float64_topk(logits, 6, bias=bias, **options)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+def make_layer(
+    weights: tuple[PackedExperts, PackedExperts], forms: Any, m: int, top_k: int, dtype: str, has_shared: bool
+) -> ExpertLayer:
+    k, n = weights[0].shape[1], weights[1].shape[2]
+    return ExpertLayer(m, top_k, *forms, dtype, EXPERT_ACTIVATIONS["swiglu"], has_shared, k, n, n if has_shared else 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [60, 80, 90])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_layer(backend: str, arch: int, dtype: str) -> None:
+    """Every way to compute a layer gives the sum over the experts, also with ids of no expert."""
+    rng, here, run = np.random.default_rng(arch), replace(facts(arch, backend), sm_count=3), runner(backend)
+    weights = random_experts(rng, 6, 128, 128, 32), random_experts(rng, 6, 64, 72, 32)
+    x, shared = (rng.standard_normal((5, n)).astype(DTYPES[dtype]) for n in (128, 72))
+    ids, scale = rng.integers(-1, 7, (5, 3)).astype(np.int32), rng.uniform(0, 1, (5, 3)).astype(np.float32)
+    packed = [repack_experts(run, weight, here) if arch >= 80 else (None, form_of(weight)) for weight in weights]
+    expected = float64_layer(x, ids, scale, *weights, "swiglu", shared)
+    count = 0
+    layer = make_layer(weights, [form for _, form in packed], 5, 3, dtype, True)
+    for steps in list_steps(layer):
+        if modelled_us(steps, here) == float("inf"):
+            continue
+        y = np.full((5, 72), np.nan, x.dtype)
+        buffers = {"x": x, "ids": ids.reshape(-1), "weights": scale.reshape(-1), "shared": shared, "y": y}
+        for prefix, weight, (fragments, _) in zip(("gate_up", "down"), weights, packed, strict=True):
+            buffers |= {f"{prefix}.{name}": a for name, a in {**weight.buffers, "weight": fragments}.items()}
+        run_steps(run, steps, buffers, here)
+        assert error_of(y, expected) < 2 * BOUNDS[dtype]
+        count += 1
+    assert count == (1 + len(BLOCKS) if arch >= 80 else len(BLOCKS))
+
+
+@pytest.mark.parametrize("arch", [60, 75, 80, 86, 90, 100, 120])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128])
+def test_every_layer_has_a_plan(arch: int, group_size: int) -> None:
+    here = device.nominal(arch)
+    layout = "fragments" if arch >= 80 else "awq"
+    for hidden, width, experts, top_k in ((2048, 768, 128, 8), (4096, 14336, 8, 2), (512, 512, 512, 10)):
+        rng = np.random.default_rng(0)
+        forms = [
+            form_of(random_experts(rng, 1, 64, 16, 16))._replace(
+                experts=experts, k=k, n=n, group_size=group_size, layout=layout
+            )
+            for k, n in ((hidden, 2 * width), (width, hidden))
+        ]
+        for m in (1, 3, 16, 100, 2000):
+            layer = ExpertLayer(m, top_k, *forms, "float16", EXPERT_ACTIVATIONS["swiglu"], False, hidden, hidden, 0)
+            for plan, _ in plan_layer(layer, here).plans(here):
+                assert plan.shared_bytes <= here.shared_bytes_per_block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("group_size", [16, 128])
+def test_registers_do_not_spill(arch: int, dtype: str, group_size: int) -> None:
+    here = device.nominal(arch)
+    for rows in ("pairs", "tokens", "sorted"):
+        gated = {"gated": True, "activation": "silu"} if rows != "tokens" else {"row_weights": True}
+        problem = ExpertProduct(
+            rows, 64, 128, 1536, 2048, group_size, dtype, block=128, top_k=8, layout="fragments", **gated
+        )
+        for config in EXPERT_GEMM.configs(problem, here):
+            resources = compiler.build(EXPERT_GEMM.plan(config, problem, here).kernel).resources
+            assert resources is not None
+            assert resources.local_bytes == 0, config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 9, 70, 300])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_moe_on_the_gpu(m: int, dtype: str) -> None:
+    """The public operations, captured in a CUDA graph whose routing changes; the same bits in every run."""
+    import cupy
+
+    rng = np.random.default_rng(m)
+    weights = random_experts(rng, 16, 512, 384, 128), random_experts(rng, 16, 192, 512, 64)
+    on_gpu = [PackedExperts(*map(cupy.asarray, (w.qweight, w.scales, w.qzeros))) for w in weights]
+    x = rng.standard_normal((m, 512)).astype(DTYPES[dtype])
+    routings = [
+        (rng.integers(0, 16, (m, 4)).astype(np.int32), rng.uniform(0, 1, (m, 4)).astype(np.float32)) for _ in range(3)
+    ]
+    device_x, ids, scale = cupy.asarray(x), cupy.asarray(routings[0][0]), cupy.asarray(routings[0][1])
+    out = cupy.full((m, 512), np.nan, device_x.dtype)
+    cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+        graph = stream.end_capture()
+        for host_ids, host_scale in routings:
+            found = []
+            for _ in range(2):
+                ids.set(host_ids)
+                scale.set(host_scale)
+                out.fill(np.nan)
+                graph.launch(stream)
+                stream.synchronize()
+                found.append(cupy.asnumpy(out))
+            np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
+            expected = float64_layer(x, host_ids, host_scale, *weights, "swiglu", None)
+            assert error_of(found[0], expected) < 2 * BOUNDS[dtype]
+
+
+@pytest.mark.gpu
+def test_grouped_product_and_router_on_the_gpu() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight, x = random_experts(rng, 6, 256, 128, 64), rng.standard_normal((50, 256)).astype(np.float16)
+    on_gpu = PackedExperts(*map(cupy.asarray, (weight.qweight, weight.scales, weight.qzeros)), keep_weight=True)
+    ids = np.sort(rng.integers(0, 6, 50)).astype(np.int32)
+    offsets = np.searchsorted(ids, np.arange(7)).astype(np.int32)
+    for element in (np.float16, np.float32):
+        y = cupy_awq.gemm_grouped(cupy.asarray(x.astype(element)), on_gpu, cupy.asarray(offsets))
+        assert error_of(cupy.asnumpy(y), float64_rows(x, ids, weight, None)) < 5e-4
+    logits = rng.standard_normal((50, 6)).astype(np.float32)
+    for found, expected in zip(cupy_awq.topk(cupy.asarray(logits), 2), cupy_awq.topk(logits, 2), strict=True):
+        np.testing.assert_allclose(cupy.asnumpy(found), expected, rtol=1e-5)
