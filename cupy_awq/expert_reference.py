@@ -94,4 +94,5 @@ def mix_experts(
     y = np.zeros((m, down.spec.weight.n), FLOAT32)
     for slot in range(top_k):  # the order of the kernels' additions
         y += pairs[:, slot] * topk_weights[:, slot, None]
-    return round_once(y if shared is None else y + shared.astype(np.float32), x.dtype)
+    result: Array = round_once(y if shared is None else y + shared.astype(np.float32), x.dtype)
+    return result

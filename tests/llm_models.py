@@ -43,6 +43,16 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+WIDTH = {"moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
+EXPERT_FAMILIES = {
+    "qwen3_moe": {**QWEN3, "model_type": "qwen3_moe", **WIDTH, "norm_topk_prob": True},
+    "qwen2_moe": {
+        **QWEN2, "model_type": "qwen2_moe", **WIDTH, "norm_topk_prob": False, "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""Configurations of mixtures of experts; one has a dense layer first."""
 
 
 def decoder(*, divisors: tuple[float, ...] = (), **changes: Any) -> Decoder:
@@ -55,9 +65,25 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     d, i, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     wide, narrow = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
     sizes = {"self_attn.q_proj": (d, wide), "self_attn.k_proj": (d, narrow), "self_attn.v_proj": (d, narrow)}
-    sizes |= {"self_attn.o_proj": (wide, d), "mlp.gate_proj": (d, i), "mlp.up_proj": (d, i), "mlp.down_proj": (i, d)}
+    sizes["self_attn.o_proj"] = wide, d
+
+    def mlp(prefix: str, width: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        return dict(zip((f"{prefix}.{name}" for name in names), ((d, width), (d, width), (width, d)), strict=True))
+
+    projections = "gate_proj", "up_proj", "down_proj"
+    dense, experts = mlp("mlp", i, projections), {}
+    for e in range(config.get("num_experts", 0)):
+        experts |= mlp(f"mlp.experts.{e}", config["moe_intermediate_size"], projections)
+    for e in range(config.get("num_local_experts", 0)):
+        experts |= mlp(f"block_sparse_moe.experts.{e}", i, ("w1", "w3", "w2"))
+    if "shared_expert_intermediate_size" in config:
+        experts |= mlp("mlp.shared_expert", config["shared_expert_intermediate_size"], projections)
     return {
-        f"model.layers.{n}.{name}": size for n in range(config["num_hidden_layers"]) for name, size in sizes.items()
+        f"model.layers.{n}.{name}": size
+        for n in range(config["num_hidden_layers"])
+        for name, size in (
+            sizes | (experts if experts and n not in config.get("mlp_only_layers", []) else dense)
+        ).items()
     }
 
 
@@ -83,12 +109,18 @@ def tensors(
         else:
             weight = testing.random_weight(rng, k, n, group)
             found |= {f"{name}.{part}": getattr(weight, part) for part in ("qweight", "scales", "qzeros")}
-        if config["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
+        if config["model_type"].startswith("qwen2") and name.endswith(("q_proj", "k_proj", "v_proj")):
             found[f"{name}.bias"] = normal(n)
     for i in range(config["num_hidden_layers"]):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"model.layers.{i}.{norm}.weight"] = normal(d, scale=0.2, around=1)
-        if config["model_type"] == "qwen3":
+        if n_experts := config.get("num_experts", config.get("num_local_experts")):
+            block = "mlp" if "num_experts" in config else "block_sparse_moe"
+            if i not in config.get("mlp_only_layers", []):
+                found[f"model.layers.{i}.{block}.gate.weight"] = normal(n_experts, d, scale=d**-0.5)
+                if "shared_expert_intermediate_size" in config:
+                    found[f"model.layers.{i}.mlp.shared_expert_gate.weight"] = normal(1, d, scale=d**-0.5)
+        if config["model_type"].startswith("qwen3"):
             for norm in ("q_norm", "k_norm"):
                 found[f"model.layers.{i}.self_attn.{norm}.weight"] = normal(h, scale=0.2, around=1)
     return found
@@ -214,6 +246,30 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
         turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies) * factor
         return np.concatenate([turned.real, turned.imag])
 
+    def mlp(x: np.ndarray, at: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> np.ndarray:
+        gate, up = linear(x, f"{at}.{names[0]}"), linear(x, f"{at}.{names[1]}")
+        return linear(gate / (1 + np.exp(-gate)) * up, f"{at}.{names[2]}")
+
+    def experts(x: np.ndarray, at: str) -> np.ndarray:
+        """Return each token's mixture of experts, one token and one expert at a time."""
+        is_mixtral = c.model_type == "mixtral"
+        at = f"{at}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+        block = next(layer.feed_forward for layer in c.layers if hasattr(layer.feed_forward, "router"))
+        names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        y = np.zeros_like(x)
+        for s, row in enumerate(x):
+            logits = row @ weight(files, f"{at}.gate")
+            p = np.exp(logits - logits.max())
+            p /= p.sum()
+            chosen = np.argsort(-p, kind="stable")[: block.router.top_k]
+            total = p[chosen].sum() if block.router.renormalize else 1.0
+            for e in chosen:
+                y[s] += p[e] / total * mlp(row[None], f"{at}.experts.{e}", names)[0]
+        if f"{at}.shared_expert_gate.weight" in files.tensors:
+            gate = x @ weight(files, f"{at}.shared_expert_gate")
+            y += mlp(x, f"{at}.shared_expert") / (1 + np.exp(-gate))
+        return y
+
     h = vector("model.embed_tokens.weight")[ids]
     for n in range(len(c.layers)):
         at = f"model.layers.{n}"
@@ -232,7 +288,6 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
                 out[s, head] = p / p.sum() @ v[: s + 1, shared]
         h = h + linear(out.reshape(len(ids), -1), f"{at}.self_attn.o_proj")
         x = norm(h, vector(f"{at}.post_attention_layernorm.weight"))
-        gate, up = linear(x, f"{at}.mlp.gate_proj"), linear(x, f"{at}.mlp.up_proj")
-        h = h + linear(gate / (1 + np.exp(-gate)) * up, f"{at}.mlp.down_proj")
+        h = h + (experts(x, at) if f"{at}.mlp.gate_proj" not in files.tensors else mlp(x, f"{at}.mlp"))
     x = norm(h, vector("model.norm.weight"))
     return x @ (vector("model.embed_tokens.weight").T if c.tied else weight(files, "lm_head"))

@@ -29,12 +29,13 @@ from tests.llm_models import LLAMA, QWEN2, QWEN3
 from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
 
 PACKAGE = Path(llm.__file__).parents[1]
+ALL_FAMILIES = {**llm_models.FAMILIES, **llm_models.EXPERT_FAMILIES}
 IDS = [5, 80, 200, 3, 17, 90]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
-@pytest.mark.parametrize("family", llm_models.FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -48,7 +49,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
     ],
 )
 def test_the_settings_of_a_description_describe_it_again(family: str, changes: dict[str, Any]) -> None:
-    table = {**llm_models.FAMILIES[family], **changes}
+    table = {**ALL_FAMILIES[family], **changes}
     decoder = families.describe(Table(table))
     settings = families.find(family).settings(decoder)
     json.dumps(settings)
@@ -101,7 +102,8 @@ def test_names_of_tensors_stand_in_families_and_in_the_names_of_gguf_alone() -> 
     # The names of the demo's folder, of MLX's experts, and an example in the help of a command.
     exceptions = {PACKAGE / name for name in ("tools/demo.py", "checkpoint/experts.py", "tools/quantize_command.py")}
     assert places - exceptions == allowed & places
-    assert {file.name for file in allowed & places} == {"names.py", "llama.py"}
+    experts = {"qwen2_moe.py", "qwen3_moe.py"}
+    assert {file.name for file in allowed & places} == {"names.py", "llama.py", *experts}
 
 
 def literals(tree: ast.Module) -> Iterator[str]:
@@ -166,7 +168,10 @@ def test_text_config_overrides_the_values_beside_it(tmp_path: Path) -> None:
     table = json.loads((path / "config.json").read_text())
     table["text_config"]["model_type"] = "some_text"
     (path / "config.json").write_text(json.dumps(table))
-    with pytest.raises(CheckpointError, match="model_type: expected one of llama, qwen2, qwen3, got 'some_text'"):
+    with pytest.raises(
+        CheckpointError,
+        match="model_type: expected one of llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, got 'some_text'",
+    ):
         llm.read(path)
 
 

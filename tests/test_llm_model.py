@@ -23,7 +23,7 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.tools.bench_llm import WARM_UP_STEPS, _measure
 from tests import llm_models
-from tests.llm_models import FAMILIES, LLAMA
+from tests.llm_models import EXPERT_FAMILIES, FAMILIES, LLAMA
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(0, llm_models.VOCAB, 21)]
 LLAMA3 = {
@@ -47,10 +47,10 @@ def close(found: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("expand_weights", [True, False])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
 def test_every_model_family_matches_the_float64_formulas(tmp_path: Path, family: str, expand_weights: bool) -> None:
-    """Cover biases, q/k norms, tied and untied heads; weights in float32, or dequantized in each product."""
-    files = llm.read(llm_models.folder(tmp_path, FAMILIES[family]))
+    """Cover biases, q/k norms, tied and untied heads, experts; weights in float32, or dequantized in each product."""
+    files = llm.read(llm_models.folder(tmp_path, {**FAMILIES, **EXPERT_FAMILIES}[family]))
     model = build_model(files, NumpyOps(files.config, expand_weights=expand_weights))
     assert close(all_logits(model, IDS), llm_models.forward(files, IDS))
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
 
 // Sums and stores rows `first` .. `first` + kPassRows - 1 of the unit, whose accumulators are in shared memory.
 __device__ __forceinline__ void store_pass(const Arguments& arguments, const float* accumulators, const int32_t* pairs,
-                                           int rows, int first, int n_block, int expert) {
+                                           int rows, int first, int n_block, int expert, bool has_expert) {
   const int n_out = kGated ? arguments.n / 2 : arguments.n;
   constexpr int kVectors = kStoreN / 8;
   const Epilogue<X, Config> epilogue{kHasBias ? arguments.bias + static_cast<int64_t>(expert) * arguments.n : nullptr,
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_pass(const Arguments& arguments, const flo
       out.values[i] = from_float<X>(value);
     }
     X* target = arguments.y + static_cast<int64_t>(out_row) * arguments.ldy + column;
-    store<true>(target, kHasOneRow && !arguments.is_expert(expert) && kRows == Rows::kPairs ? Vector<X, 8>{} : out);
+    store<true>(target, has_expert ? out : Vector<X, 8>{});
   }
 }
 
@@ -168,12 +168,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         rows += __popc(present);
       }
     }
-    const int expert = at.expert;
-    if (kRows != Rows::kTokens && !arguments.is_expert(expert)) {
-      if constexpr (kRows == Rows::kSorted) continue;
-      at.expert = 0;
-    }
-    if (rows == 0) continue;
+    const bool has_expert = kRows == Rows::kTokens || arguments.is_expert(at.expert);
+    if (kRows == Rows::kSorted && !has_expert || rows == 0) continue;
+    if (!has_expert) at.expert = 0;  // rows of zeros are stored
 
     const Weight weights(arguments, scheduler.n_block());
     const int tiles = ceil_div(total - slice, kSlices);  // at most 0 if there are fewer k tiles than slices
@@ -228,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       __syncthreads();  // the stages, or the accumulators of the preceding pass, are no longer read
       store_accumulators(shared_accumulators, accumulators, pass * kPassRows, result_factor);
       __syncthreads();
-      store_pass(arguments, shared_accumulators, unit_pairs, rows, pass * kPassRows, scheduler.n_block(), expert);
+      store_pass(arguments, shared_accumulators, unit_pairs, rows, pass * kPassRows, scheduler.n_block(), at.expert,
+                 has_expert);
     });
     __syncthreads();  // unit_pairs are no longer read
   }

@@ -146,7 +146,7 @@ class Copies {
       const int column = at.k_tile * kWeightTileK + chunk * 8;
       // The last weight tile may be longer than K; zeros fill it.
       const uint32_t target = chunk / 8 * (kXRows * 128) + row * 128 + (chunk % 8 ^ swizzle_bits(row)) * 16;
-      ptx::cp_async_16(stage + target, source + min(column, arguments_.k - 8), column < arguments_.k ? 16 : 0);
+      ptx::cp_async_16(stage + target, source + column, column < arguments_.k ? 16 : 0);
     }
   }
 

@@ -21,7 +21,7 @@ from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.kernels.hopper import RESERVED_BYTES, SCHEDULERS, p_norm
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
-from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "expert_gemm"
 NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
@@ -170,7 +170,9 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
                 continue
             depth = _depth(problem, block, layout.column_tiles)
             shape = ExpertGemmConfig(math, block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
-            config = _with_stages(shape, layout.ctas_per_sm, problem, device)
+            # The scales of small groups take registers.
+            ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
+            config = _with_stages(shape, ctas, problem, device)
             if config is not None:
                 yield config
 
@@ -245,7 +247,7 @@ def plan(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> La
         problem.ld_shared or problem.n_out,
     )
     factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
-    scalars = np.int64(layout.nbytes), *map(np.int32, sizes), *map(np.float32, factors)
+    scalars: tuple[Argument, ...] = (np.int64(layout.nbytes), *map(np.int32, sizes), *map(np.float32, factors))
     buffers = ("weight", "bias", "row_weights", "y", "shared", "sorted_pairs", "experts", "sorted_count", "x")
     return LaunchPlan(
         Kernel("experts/expert_gemm.cu", NAME, defines, device.target),

@@ -13,7 +13,7 @@ from cupy_awq.kernels.family import Family, SoleConfig
 from cupy_awq.kernels.gemm.problem import AWQ
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
-from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "expert_gemm_simt"
 THREADS = 128
@@ -63,7 +63,7 @@ def plan(config: SoleConfig, problem: ExpertProduct, device: Device) -> LaunchPl
         problem.ldy or problem.n_out,
     )
     kernel = Kernel("experts/expert_gemm_simt.cu", NAME, defines, device.target)
-    arguments = (*buffers, *map(np.int32, sizes))
+    arguments: tuple[Argument, ...] = (*buffers, *map(np.int32, sizes))
     return LaunchPlan(kernel, (ctas, 1, 1), (THREADS, 1, 1), arguments, dependent=dependent)
 
 

@@ -90,7 +90,7 @@ class ChooseExperts(SoleConfigFamily[ExpertChoice]):
             "HAS_BIAS": int(problem.has_bias),
             "RENORMALIZE": int(problem.renormalize),
         }
-        sizes = map(np.int32, (problem.m, problem.top_k, problem.kept, problem.ld))
+        sizes = int32s(problem.m, problem.top_k, problem.kept, problem.ld)
         arguments = ("logits", "bias", "ids", "weights", *sizes, np.float32(problem.scale))
         return _plan(device, self.NAME, defines, (ceil_div(problem.m, threads // 32), 1, 1), threads, arguments)
 
@@ -143,7 +143,7 @@ class SortTokens(SoleConfigFamily[TokenSort]):
         """Return the launch plan; the buffers are ids, sorted_pairs, experts and sorted_count."""
         threads = 128 if problem.pairs <= 512 else 1024
         defines: dict[str, int | str] = {"EXPERTS": problem.experts, "FROM_OFFSETS": int(problem.from_offsets)}
-        sizes = map(np.int32, (problem.pairs, problem.block, problem.blocks * problem.block))
+        sizes = int32s(problem.pairs, problem.block, problem.blocks * problem.block)
         arguments = ("ids", "sorted_pairs", "experts", "sorted_count", *sizes)
         return _plan(device, self.NAME, defines, (1, 1, 1), threads, arguments)
 
@@ -204,9 +204,14 @@ class SumExperts(SoleConfigFamily[ExpertSum]):
             "HAS_SHARED": int(problem.has_shared),
             "ALIGNED": int(problem.aligned),
         }
-        sizes = map(np.int32, (problem.n, problem.top_k, problem.experts, problem.ld_shared, problem.ldy))
+        sizes = int32s(problem.n, problem.top_k, problem.experts, problem.ld_shared, problem.ldy)
         grid = ceil_div(problem.n, 8 * threads), problem.m, 1
         return _plan(device, self.NAME, defines, grid, threads, ("pairs", "ids", "shared", "y", *sizes))
+
+
+def int32s(*values: int) -> tuple[Argument, ...]:
+    """Return 32-bit scalar arguments."""
+    return tuple(map(np.int32, values))
 
 
 def _plan(

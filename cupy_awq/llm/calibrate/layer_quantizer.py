@@ -18,7 +18,7 @@ from cupy_awq.llm.calibrate.layer_tuning import STEPS, tune_layer
 from cupy_awq.llm.decoder.forward import LayerWeights, Norm, Operation, Projection, list_operations
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.states import Cache
-from cupy_awq.llm.families.description import LayerSpec, LinearSpec, NormSpec
+from cupy_awq.llm.families.description import Experts, LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, ModelFiles
 from cupy_awq.packing import namespace, to_host
 from cupy_awq.quantization import (
@@ -253,6 +253,9 @@ class _DenseWeights(LayerWeights):
         parts = [DenseLinear(*self._weights.linears[linear.name]) for linear in linears]
         projection = self._ops.make_projection(parts, **options)
         return _record(projection, self._sums[linears].add) if linears in self._sums else projection
+
+    def experts(self, spec: Experts) -> Projection:
+        raise ValueError("experts: expected a model without experts, which quantize does not support yet, got experts")
 
     def order(self, linear: LinearSpec) -> None:
         return None

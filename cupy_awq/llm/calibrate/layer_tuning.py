@@ -178,7 +178,7 @@ class _Layer:
         mixed, mixer_back = self._attention(self._spec.mixer, normed)
         h = h + mixed
         normed, norm_back = self._rms_norm(self._spec.feed_forward_norm, h)
-        y, feed_forward_back = self._mlp(self._spec.feed_forward, normed)
+        y, feed_forward_back = self._mlp(self._spec.mlp, normed)
 
         def backward(dy: Array) -> Array:
             return mixer_back(dy + norm_back(feed_forward_back(dy)))

@@ -16,6 +16,7 @@ from cupy_awq.check import Array
 from cupy_awq.llm.decoder.forward import ColumnOrder, Operation, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache, Pages
+from cupy_awq.llm.families.description import Experts
 from cupy_awq.llm.files.model_files import Linear
 
 Forward = Callable[[Array, Any], Array]
@@ -81,6 +82,27 @@ class DecoderOps(Protocol):
 
         If ``gated``, the parts are the gate and the up projection, and the output is silu(gate) * up. The columns of
         each part are permuted by ``column_order``, the activation order of the next layer, unless that is None.
+        """
+        ...
+
+    def make_experts(
+        self,
+        spec: Experts,
+        router: Linear,
+        bias: npt.NDArray[Any] | None,
+        experts: Sequence[tuple[Linear, Linear, Linear]],
+        shared: Projection | None,
+        shared_gate: Projection | None,
+    ) -> Projection:
+        """Return the function from x [.., hidden] to the result of a mixture of experts [.., hidden].
+
+        Args:
+            spec: the description.
+            router: the linear layer of the router.
+            bias: the router's correction bias [E], or None.
+            experts: the gate, up and down projection of each expert.
+            shared: the MLP of the shared expert, or None.
+            shared_gate: the linear layer whose sigmoid multiplies the result of ``shared``, or None.
         """
         ...
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.llm.families.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
+from cupy_awq.llm.families.description import Attention, Experts, LayerSpec, LinearSpec, Mlp, NormSpec
 
 Projection = Callable[[Array], Array]
 """A linear layer, or several concatenated ones that share x: a function from x [B, S, K] to y [B, S, N]."""
@@ -91,6 +91,10 @@ class LayerWeights(Protocol):
         """Return the projection of linear layers that share x; see `DecoderOps.make_projection` for the options."""
         ...
 
+    def experts(self, spec: Experts) -> Projection:
+        """Return the function from x [B, S, hidden] to the result of a mixture of experts [B, S, hidden]."""
+        ...
+
     def order(self, linear: LinearSpec) -> npt.NDArray[np.int32] | None:
         """Return the activation order in which a linear layer takes the columns of x, or None."""
         ...
@@ -105,7 +109,10 @@ def list_operations(layer: LayerSpec, index: int, weights: LayerWeights) -> Iter
     yield weights.norm(layer.mixer_norm)
     yield from _attention(layer.mixer, index, weights)
     yield weights.norm(layer.feed_forward_norm)
-    yield from _mlp(layer.feed_forward, weights)
+    if isinstance(layer.feed_forward, Experts):
+        yield Add(weights.experts(layer.feed_forward))
+    else:
+        yield from _mlp(layer.feed_forward, weights)
 
 
 def _attention(spec: Attention, index: int, weights: LayerWeights) -> Iterator[Operation]:

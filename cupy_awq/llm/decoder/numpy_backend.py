@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq import reference
+from cupy_awq import expert_reference, reference
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import Module
+from cupy_awq.expert_check import TopK
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
@@ -21,7 +22,7 @@ from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from cupy_awq.llm.decoder.states import Cache, LayerState, Pages, Past, Run
-from cupy_awq.llm.families.description import Decoder
+from cupy_awq.llm.families.description import Decoder, Experts
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 
 Array = npt.NDArray[Any]
@@ -86,6 +87,41 @@ class NumpyOps(DecoderOps):
         offsets = np.cumsum([0, *map(_out_features, plain)])[:-1, None]
         columns = (offsets + column_order).reshape(-1)
         return lambda x: activate(project(x)[..., columns])
+
+    def make_experts(
+        self,
+        spec: Experts,
+        router: Linear,
+        bias: Array | None,
+        experts: Sequence[tuple[Linear, Linear, Linear]],
+        shared: Projection | None,
+        shared_gate: Projection | None,
+    ) -> Projection:
+        options = spec.router
+        choice = TopK(options.top_k, options.renormalize, options.scoring, options.groups or (1, 1), options.scale)
+        logits = self.make_projection([router])
+        mlps = [
+            (self.make_projection([gate, up], gated=True), self.make_projection([down])) for gate, up, down in experts
+        ]
+        correction = None if bias is None else bias.astype(np.float32)
+
+        def mix(x: Array) -> Array:
+            rows = x.reshape(-1, x.shape[-1])
+            ids, weights = expert_reference.choose_experts(logits(rows), choice, correction)
+            y = np.zeros_like(rows)
+            terms = np.zeros((*ids.shape, rows.shape[1]), np.float32)
+            for expert in np.unique(ids):
+                tokens, slots = np.nonzero(ids == expert)
+                gate_up, down = mlps[expert]
+                terms[tokens, slots] = down(gate_up(rows[tokens])) * weights[tokens, slots, None]
+            for slot in range(options.top_k):  # the order of the kernels' additions
+                y += terms[:, slot]
+            if shared is not None:
+                own = shared(rows)
+                y += own if shared_gate is None else own / (np.float32(1) + np.exp(-shared_gate(rows)))
+            return y.reshape(x.shape)
+
+        return mix
 
     def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from cupy_awq.llm.families import llama, qwen2, qwen3
+from cupy_awq.llm.families import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 
@@ -42,7 +42,9 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Mapping[str, Family] = {family.MODEL_TYPE: family for family in (llama, qwen2, qwen3)}
+FAMILIES: Mapping[str, Family] = {
+    family.MODEL_TYPE: family for family in (llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+}
 """The families by model type."""
 
 

@@ -7,7 +7,7 @@ the configuration of a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cupy_awq.llm.families.rope import Rope, is_positive
 
 LIMITS = {"layers": 1 << 10, "heads": 1 << 10, "head_dim": 1 << 10, "hidden": 1 << 17, "intermediate": 1 << 19}
-LIMITS |= {"kv_heads": 1 << 10, "vocab": 1 << 22, "context": 1 << 25}
+LIMITS |= {"kv_heads": 1 << 10, "vocab": 1 << 22, "context": 1 << 25, "experts": 1 << 10}
 """The largest accepted value of each size, far above that of any model: a larger value indicates a damaged file."""
 
 
@@ -116,11 +116,68 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Router:
+    """The choice of a token's experts, by scores of x @ W; `cupy_awq.topk` has the formula and its options.
+
+    Attributes:
+        linear: the linear layer from x to one logit per expert; its weight is never quantized.
+        top_k: the number of experts per token.
+        renormalize, scoring, groups, scale: the options of `cupy_awq.topk`.
+        bias: the name of the tensor [experts] that is added to the scores for the choice, or None.
+    """
+
+    linear: LinearSpec
+    top_k: int
+    renormalize: bool = True
+    scoring: str = "softmax"
+    bias: str | None = None
+    groups: tuple[int, int] | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes(experts=self.linear.n)
+        most = self.linear.n if self.groups is None else self.linear.n // self.groups[0] * self.groups[1]
+        if not 0 < self.top_k <= most:
+            raise ValueError(f"top_k: expected an integer in 1..{most}, got {self.top_k!r:.80}")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: the weighted sum of the MLPs that the router chooses, plus that of a shared expert.
+
+    Attributes:
+        router: the router.
+        expert: the MLP of an expert; {} in a name stands for the index of the expert.
+        shared: the MLP that computes every token, or None.
+        shared_gate: the linear layer hidden -> 1 whose sigmoid multiplies the result of ``shared``, or None.
+    """
+
+    router: Router
+    expert: Mlp
+    shared: Mlp | None = None
+    shared_gate: LinearSpec | None = None
+
+    def mlp(self, index: int) -> Mlp:
+        """Return the MLP of an expert."""
+        gate, up, down = (
+            replace(linear, name=linear.name.format(index))
+            for linear in (self.expert.gate, self.expert.up, self.expert.down)
+        )
+        return Mlp(gate, up, down)
+
+    @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The MLPs of all experts, then the shared one."""
+        experts = tuple(self.mlp(index) for index in range(self.router.linear.n))
+        return experts if self.shared is None else (*experts, self.shared)
+
+
+@dataclass(frozen=True)
 class Site:
     """Linear layers that share an input x, and the operation before them, which can absorb the scales of x's channels.
 
     Attributes:
-        name: "qkv", "o", "gate_up" or "down".
+        name: "qkv", "o", "gate_up" or "down"; for experts, the last two with the index of the expert.
         linears: the linear layers.
         source: the RMSNorm whose output is x; or the linear layer such that column i of x is proportional to its
             column i (for the output projection, to column i of a head that several query heads share).
@@ -144,20 +201,30 @@ class LayerSpec:
 
     name: str
     mixer: Attention
-    feed_forward: Mlp
+    feed_forward: Mlp | Experts
     mixer_norm: NormSpec
     feed_forward_norm: NormSpec
 
     @property
+    def mlp(self) -> Mlp:
+        """The feed-forward block of a layer without experts. Raises ValueError for a layer with experts."""
+        if isinstance(self.feed_forward, Experts):
+            raise ValueError(f"{self.name}: expected an MLP, as experts are not supported here, got experts")
+        return self.feed_forward
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """The inputs of the linear layers, in the order of execution."""
-        attention, mlp = self.mixer, self.feed_forward
-        return (
+        attention, block = self.mixer, self.feed_forward
+        mlps = {"": block} if isinstance(block, Mlp) else {f".{i}": mlp for i, mlp in enumerate(block.mlps)}
+        sites = [
             Site("qkv", (attention.q, attention.k, attention.v), self.mixer_norm),
             Site("o", (attention.o,), attention.v),
-            Site("gate_up", (mlp.gate, mlp.up), self.feed_forward_norm),
-            Site("down", (mlp.down,), mlp.up),
-        )
+        ]
+        for suffix, mlp in mlps.items():
+            sites.append(Site(f"gate_up{suffix}", (mlp.gate, mlp.up), self.feed_forward_norm))
+            sites.append(Site(f"down{suffix}", (mlp.down,), mlp.up))
+        return tuple(sites)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupy_awq.llm.families.description import (
     Attention,
     Decoder,
+    Experts,
     LayerSpec,
     Mlp,
     NormSpec,
@@ -49,6 +50,7 @@ def describe_like(
     head_norms: bool = False,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    feed_forward: Callable[[int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Return the description of a model that differs from Llama only in the arguments.
 
@@ -59,6 +61,7 @@ def describe_like(
         head_norms: whether an RMSNorm is applied to each head of q and k before RoPE.
         kv_heads, head_dim: the values for a configuration without them, if not the number of heads and the hidden size
             divided by it.
+        feed_forward: the feed-forward block by index of the layer, or None for the same MLP in each layer.
 
     Raises:
         ValueError: a value is missing, invalid or not supported.
@@ -73,9 +76,9 @@ def describe_like(
     kv_heads, head_dim = values["num_key_value_heads"], values["head_dim"]
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim = hidden // heads if head_dim is None else head_dim
-    intermediate, count = table.integer("intermediate_size"), table.integer("num_hidden_layers")
+    count = table.integer("num_hidden_layers")
     vocab, context = table.integer("vocab_size"), table.integer("max_position_embeddings")
-    check_sizes(layers=count, heads=heads, head_dim=head_dim, hidden=hidden, intermediate=intermediate)
+    check_sizes(layers=count, heads=heads, head_dim=head_dim, hidden=hidden)
     check_sizes(kv_heads=kv_heads, vocab=vocab, context=context)
     eps, rope = table.values.get("rms_norm_eps", 1e-6), table.rope(head_dim, context)
     wide, narrow = heads * head_dim, kv_heads * head_dim
@@ -91,18 +94,15 @@ def describe_like(
         q_norm=NormSpec("self_attn.q_norm", head_dim, eps) if head_norms else None,
         k_norm=NormSpec("self_attn.k_norm", head_dim, eps) if head_norms else None,
     )
-    mlp = Mlp(
-        gate=table.linear("mlp.gate_proj", hidden, intermediate),
-        up=table.linear("mlp.up_proj", hidden, intermediate),
-        down=table.linear("mlp.down_proj", intermediate, hidden),
-    )
+    mlp = None if feed_forward is not None else gated_mlp(table, "mlp", table.integer("intermediate_size"))
+    blocks = [feed_forward(i) if mlp is None else mlp for i in range(count)]  # type: ignore[misc]
     norms = NormSpec("input_layernorm", hidden, eps), NormSpec("post_attention_layernorm", hidden, eps)
     return Decoder(
         model_type,
         vocab,
         hidden,
         rope.scaled_context,
-        tuple(LayerSpec(f"model.layers.{i}", attention, mlp, *norms) for i in range(count)),
+        tuple(LayerSpec(f"model.layers.{i}", attention, block, *norms) for i, block in enumerate(blocks)),
         NormSpec("model.norm", hidden, eps),
         "model.embed_tokens",
         table.linear("lm_head", hidden, vocab),
@@ -111,17 +111,28 @@ def describe_like(
     )
 
 
+def gated_mlp(
+    table: Table, prefix: str, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Mlp:
+    """Return the description of an MLP whose linear layers have the names ``prefix`` and ``names``."""
+    check_sizes(intermediate=width)
+    hidden = table.integer("hidden_size")
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    return Mlp(table.linear(gate, hidden, width), table.linear(up, hidden, width), table.linear(down, width, hidden))
+
+
 def settings(decoder: Decoder) -> dict[str, Any]:
     """Return the configuration, under Hugging Face's names, from which `describe` makes a decoder.
 
     It does not say which projections have biases, and it has no divisors of RoPE frequencies.
     """
     layer = decoder.layers[0]
-    attention, mlp = layer.mixer, layer.feed_forward
+    attention = layer.mixer
+    dense = [layer.feed_forward.down.k for layer in decoder.layers if isinstance(layer.feed_forward, Mlp)]
     return {
         "model_type": decoder.model_type,
         "hidden_size": decoder.hidden,
-        "intermediate_size": mlp.down.k,
+        **({"intermediate_size": dense[0]} if dense else {}),
         "num_hidden_layers": len(decoder.layers),
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,

@@ -16,5 +16,6 @@ settings = llama.settings
 def describe(table: Table) -> Decoder:
     """Return the description of a Qwen3 model. Raises ValueError for an unsupported configuration."""
     bias = table.flag("attention_bias")
-    defaults = {"kv_heads": 32, "head_dim": 128}
-    return llama.describe_like(table, MODEL_TYPE, qkv_bias=bias, o_bias=bias, head_norms=True, **defaults)
+    return llama.describe_like(
+        table, MODEL_TYPE, qkv_bias=bias, o_bias=bias, head_norms=True, kv_heads=32, head_dim=128
+    )

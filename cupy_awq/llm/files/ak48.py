@@ -89,9 +89,9 @@ def _entries(decoder: Decoder) -> Iterator[QuantizedEntry | TensorEntry]:
     yield from all_layers(lambda layer: layer.mixer.k)
     yield from all_layers(lambda layer: layer.mixer.v)
     yield from all_layers(lambda layer: layer.mixer.o)
-    yield from all_layers(lambda layer: layer.feed_forward.gate)
-    yield from all_layers(lambda layer: layer.feed_forward.down)
-    yield from all_layers(lambda layer: layer.feed_forward.up)
+    yield from all_layers(lambda layer: layer.mlp.gate)
+    yield from all_layers(lambda layer: layer.mlp.down)
+    yield from all_layers(lambda layer: layer.mlp.up)
     if not decoder.tied:
         yield TensorEntry(f"{decoder.head.name}.weight", (decoder.vocab, decoder.hidden))
     yield from all_layers(lambda layer: layer.mixer.q_norm)
