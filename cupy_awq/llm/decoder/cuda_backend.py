@@ -24,7 +24,7 @@ from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.decoder import states, upload
+from cupy_awq.llm.decoder import cuda_experts, states, upload
 from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, Norm, Operation, Project, Projection
@@ -32,7 +32,6 @@ from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.families.description import Decoder, Experts
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
-from cupy_awq.ops.experts import moe, topk
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
 from cupy_awq.runtime import device, workspace
@@ -206,42 +205,10 @@ class CudaOps(DecoderOps):
 
         return project
 
-    def make_experts(
-        self,
-        spec: Experts,
-        router: Linear,
-        bias: npt.NDArray[Any] | None,
-        experts: Sequence[tuple[Linear, Linear, Linear]],
-        shared: Projection | None,
-        shared_gate: Projection | None,
-    ) -> Projection:
-        import cupy
-
-        options = spec.router
-        if shared_gate is not None:
-            raise ValueError("shared_expert_gate: expected a model without one on a GPU, got one")
+    def make_experts(self, spec: Experts, router: Linear, *parts: Any) -> Projection:
         if isinstance(router, Module):
             raise ValueError("router: expected a dense linear layer on a GPU, got a quantized one")
-        logits = self._dense(router, np.dtype(np.float32))
-        gate_up = upload.stack_experts([expert[:2] for expert in experts])
-        down = upload.stack_experts([expert[2:] for expert in experts])
-        correction = None if bias is None else cupy.asarray(bias.astype(np.float32))
-
-        def mix(x: Array) -> Array:
-            rows = x.reshape(-1, x.shape[-1])
-            ids, weights = topk(
-                logits(rows),
-                options.top_k,
-                renormalize=options.renormalize,
-                scoring=options.scoring,
-                bias=correction,
-                groups=options.groups,
-                scale=options.scale,
-            )
-            y = moe(rows, ids, weights, gate_up, down, shared=None if shared is None else shared(rows))
-            return y.reshape(x.shape)
-
-        return mix
+        return cuda_experts.make_experts(spec, self._dense(router, np.dtype(np.float32)), *parts)
 
     def make_head(self, part: Linear) -> Projection:
         if not isinstance(part, Module):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import numpy.typing as npt
 
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
-from cupy_awq.ops.packed_experts import PackedExperts
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
@@ -47,34 +45,6 @@ def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> M
     zeros = place(weight.qzeros, is_packed=weight.spec.zeros == "packed")
     placed = PackedWeight(place(weight.qweight, is_packed=True), place(weight.scales), zeros)
     return Module(placed, place(part.bias), None if part.order is None else cupy.asarray(part.order))
-
-
-def stack_experts(experts: Sequence[Sequence[Linear]]) -> PackedExperts:
-    """Return the weights of all experts on the GPU; the linear layers of an expert share x and are concatenated.
-
-    Raises ValueError unless all layers have 4-bit codes of one form and no activation order.
-    """
-    import cupy
-
-    parts = [part for expert in experts for part in expert if isinstance(part, Module)]
-    forms = {form(part) for part in parts}
-    if len(parts) != sum(map(len, experts)) or len(forms) > 1 or parts[0].order is not None:
-        raise ValueError(
-            "experts: expected 4-bit codes of one group size, dtype and form of zeros, and no activation order, on a "
-            f"GPU, got {len(parts)} such layers of {len(forms)} forms"
-        )
-
-    def stack(name: str) -> Any:
-        if getattr(parts[0].weight, name) is None:
-            return None
-        rows = [np.concatenate([getattr(part.weight, name) for part in expert], axis=-1) for expert in experts]
-        return cupy.asarray(np.stack(rows))
-
-    bias = None
-    if any(part.bias is not None for part in parts):
-        rows = [[np.zeros(p.weight.shape[1]) if p.bias is None else p.bias for p in expert] for expert in experts]
-        bias = cupy.asarray(np.stack([np.concatenate(row) for row in rows]).astype(np.float32))
-    return PackedExperts(stack("qweight"), stack("scales"), stack("qzeros"), bias=bias)
 
 
 def form(part: Module) -> tuple[Any, ...]:
