@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 import cupy_awq
 from cupy_awq import PackedExperts
 from cupy_awq.expert_check import EXPERT_ACTIVATIONS
-from cupy_awq.kernels.experts.expert_gemm import BLOCKS, EXPERT_GEMM
-from cupy_awq.kernels.experts.layer import ExpertLayer, list_steps, modelled_us, plan_layer
+from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
+from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
+from cupy_awq.kernels.experts.layer import BLOCKS, ExpertLayer, list_steps, modelled_us, plan_layer
 from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.kernels.experts.routing import CHOOSE_EXPERTS, ExpertChoice
-from cupy_awq.kernels.family import SoleConfig
+from cupy_awq.kernels.family import AnyFamily, SoleConfig
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime.device import Device
@@ -37,10 +38,22 @@ from tests.experts import (
 from tests.test_kernels import BOUNDS, DTYPES, facts
 
 Array = Any
+MMA_FAMILIES: tuple[AnyFamily, ...] = (EXPERT_GEMM, EXPERT_GEMM_TILES)
+
+
+def mma_candidates(problem: ExpertProduct, here: Device) -> list[tuple[AnyFamily, Any]]:
+    """Return the configurations of the kernels that read repacked weights."""
+    families = (family for family in MMA_FAMILIES if family.refusal(problem, here) is None)
+    return [(family, config) for family in families for config in family.configs(problem, here)]
 
 
 def check_product(
-    run: Run, problem: ExpertProduct, config: Any, here: Device, rng: np.random.Generator, bias: str | None = None
+    run: Run,
+    problem: ExpertProduct,
+    choice: tuple[AnyFamily, Any],
+    here: Device,
+    rng: np.random.Generator,
+    bias: str | None = None,
 ) -> None:
     """Launch one configuration on random data, with NaN wherever it must write, and check y."""
     weight = random_experts(
@@ -53,9 +66,7 @@ def check_product(
     x = rng.standard_normal((rows, problem.k)).astype(DTYPES[problem.dtype])
     scale = rng.uniform(0.5, 1.5, problem.pairs).astype(np.float32)
     fragments, form = repack_experts(run, weight, here)
-    problem = replace(
-        problem, layout=form.layout, scale_exponent=form.scale_exponent, wide_scales=form.wide_scales, bias_dtype=bias
-    )
+    problem = replace(problem, scale_exponent=form.scale_exponent, bias_dtype=bias)
     activation = {None: None, "silu": "swiglu", "gelu": "geglu"}[problem.activation]
     expected = float64_rows(np.repeat(x, problem.x_divisor, 0), ids.reshape(-1), weight, activation)
     if problem.row_weights:
@@ -71,7 +82,8 @@ def check_product(
         routing = sort_rows(run, ids, problem.experts, problem.block, here)
     y = np.full(expected.shape, np.nan, x.dtype)
     operands = {"weight": fragments, "bias": weight.bias, "row_weights": scale, "shared": shared, "x": x, "y": y}
-    run(EXPERT_GEMM.plan(config, problem, here), {**operands, **routing})
+    family, config = choice
+    run(family.plan(config, problem, here), {**operands, **routing})
     assert error_of(y, expected) < BOUNDS[problem.dtype]
 
 
@@ -96,7 +108,8 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
-        block=data.draw(st.sampled_from(BLOCKS[:4])),
+        block=data.draw(st.sampled_from([8, 16, 32, 48, 64])),
+        even_scales=data.draw(st.booleans()),
         top_k=top_k,
         x_divisor=data.draw(st.sampled_from([1, top_k])) if rows != "tokens" else 1,
         activation=data.draw(st.sampled_from(["silu", "gelu"])) if gated else None,
@@ -106,8 +119,8 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
         layout="fragments",
     )
     here = replace(facts(data.draw(st.sampled_from([80, 90])), backend), sm_count=data.draw(st.sampled_from([1, 3])))
-    config = data.draw(st.sampled_from(EXPERT_GEMM.configs(problem, here)))
-    check_product(runner(backend), problem, config, here, rng, data.draw(st.sampled_from([None, "float32"])))
+    choice = data.draw(st.sampled_from(mma_candidates(problem, here)))
+    check_product(runner(backend), problem, choice, here, rng, data.draw(st.sampled_from([None, "float32"])))
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
@@ -118,8 +131,8 @@ def test_every_tile(backend: str, block: int) -> None:
         "sorted", 3 * block + 5, 3, 160, 704, 64, block=block, activation="silu", gated=True, layout="fragments"
     )
     here = replace(facts(80, backend), sm_count=2)
-    for config in EXPERT_GEMM.configs(problem, here):
-        check_product(runner(backend), problem, config, here, np.random.default_rng(block))
+    for choice in mma_candidates(problem, here):
+        check_product(runner(backend), problem, choice, here, np.random.default_rng(block))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -240,8 +253,8 @@ def test_registers_do_not_spill(arch: int, dtype: str, group_size: int) -> None:
         problem = ExpertProduct(
             rows, 64, 128, 1536, 2048, group_size, dtype, block=128, top_k=8, layout="fragments", **gated
         )
-        for config in EXPERT_GEMM.configs(problem, here):
-            resources = compiler.build(EXPERT_GEMM.plan(config, problem, here).kernel).resources
+        for family, config in mma_candidates(problem, here):
+            resources = compiler.build(family.plan(config, problem, here).kernel).resources
             assert resources is not None
             assert resources.local_bytes == 0, config
 

@@ -9,8 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cupy_awq.kernels.experts.expert_gemm import ExpertGemmConfig
+from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM, ExpertGemmConfig
+from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.problem import ExpertProduct
+from cupy_awq.kernels.family import AnyFamily
+from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
 from cupy_awq.runtime import device
 from tests import simt
 from tests.backends import runner
@@ -18,29 +21,34 @@ from tests.simt.kernels import patched
 from tests.simt.seeds import OUTSIDE, RACE, VALUES
 from tests.test_expert_kernels import check_product, test_sort
 
-MAIN, LOOP, SORT = (f"experts/{name}" for name in ("expert_gemm.cu", "expert_gemm_mainloop.cuh", "sort_tokens.cu"))
+MAIN, LOOP, TILES, UNIT, SORT = (
+    f"experts/{name}"
+    for name in (
+        "expert_gemm.cu", "expert_gemm_mainloop.cuh", "expert_gemm_tiles.cu", "expert_unit.cuh", "sort_tokens.cu",
+    )
+)  # fmt: skip
 HERE = replace(device.nominal(80), sm_count=2)
 GATED = {"activation": "silu", "gated": True, "layout": "fragments"}
 SORTED = (
     ExpertProduct("sorted", 30, 3, 160, 704, 64, block=16, top_k=2, x_divisor=2, row_weights=True, **GATED),
-    ExpertGemmConfig("kExact", 16, 2, 2, 2, stages=3, depth=2),
+    ExpertGemmConfig(16, 2, 2, 2, stages=3, depth=2),
 )
 """Warps that share stages, slices with several stages, units with a few rows, CTAs with several tiles."""
 LAST = ExpertProduct("sorted", 9, 3, 96, 704, 704, block=16, **GATED), replace(SORTED[1], warps_k=2)
 """K ends within a weight tile whose scales are not zero past the end."""
 LARGE = (
-    ExpertProduct("sorted", 90, 2, 160, 704, 64, block=64, **GATED),
-    ExpertGemmConfig("kScaled", 64, 2, 4, 1, stages=2, depth=2),
+    ExpertProduct("sorted", 90, 2, 192, 704, 64, block=64, top_k=2, x_divisor=2, row_weights=True, **GATED),
+    GemmFragmentsConfig("kScaled", 64, 64, 1, 4, 2, 64),
 )
 PAIRS = (
     ExpertProduct("pairs", 12, 3, 96, 704, 32, top_k=2, x_divisor=2, **GATED),
-    ExpertGemmConfig("kExact", 8, 2, 1, 2, stages=3, depth=1),
+    ExpertGemmConfig(8, 2, 1, 2, stages=3, depth=1),
 )
 TOKENS = (
     ExpertProduct("tokens", 9, 3, 72, 320, 64, top_k=3, row_weights=True, shared=True, layout="fragments"),
-    ExpertGemmConfig("kExact", 8, 1, 1, 4, stages=3, depth=2),
+    ExpertGemmConfig(8, 1, 1, 4, stages=3, depth=2),
 )
-Case = tuple[ExpertProduct, ExpertGemmConfig]
+Case = tuple[ExpertProduct, ExpertGemmConfig | GemmFragmentsConfig]
 Seed = tuple[Case | None, str, str, str, tuple[str, str]]
 
 IN_FLIGHT = "in flight", "race"
@@ -56,10 +64,10 @@ SEEDS: dict[str, Seed] = {
         SORTED, MAIN, "stage_idx == 0 ? kStages - 1 : stage_idx - 1", "stage_idx", IN_FLIGHT,
     ),
     "accumulators overwrite stages that other warps still read": (
-        SORTED, MAIN, "      __syncthreads();  // the stages, or", "      // the stages, or", RACE,
+        SORTED, MAIN, "    __syncthreads();  // the stages are", "    // the stages are", RACE,
     ),
     "accumulators are read before all warps have stored them": (
-        SORTED, MAIN, "result_factor);\n      __syncthreads();", "result_factor);", RACE,
+        SORTED, MAIN, "accumulators);\n    __syncthreads();", "accumulators);", RACE,
     ),
     "the pairs of the next unit overwrite those of this one": (
         SORTED, MAIN, "    __syncthreads();  // unit_pairs are no longer read\n", "", RACE,
@@ -81,16 +89,33 @@ SEEDS: dict[str, Seed] = {
         SORTED, MAIN, "arguments.row_weights[pair]", "arguments.row_weights[pair / 2]", VALUES,
     ),
     "the first group of a weight tile for all of its groups": (
-        SORTED, LOOP, "begin_group(i, parts[i].groups[group])", "begin_group(i, parts[i].groups[0])", VALUES,
+        SORTED, LOOP, "zeros(parts[i].groups[group].zeros)", "zeros(parts[i].groups[0].zeros)", VALUES,
     ),
     "the up projection of other columns": (
         SORTED, LOOP, "0 : arguments.n / 32", "0 : arguments.n / 64", VALUES,
     ),
-    "a tile of 16 rows too few": (LARGE, LOOP, "active_(ceil_div(rows, 16))", "active_(rows / 16)", VALUES),
-    "half of the rows of a pass": (LARGE, MAIN, "pass * kPassRows, result_factor", "0, result_factor", VALUES),
-    "a wait for one group of copies too few, with large units": (
-        LARGE, MAIN, NEXT_WAIT, NEXT_WAIT.replace("2", "1"), IN_FLIGHT,
+    "values that are not pairs": (SORTED, UNIT, "< static_cast<unsigned>(pairs)", "< ~0u", OUTSIDE),
+    "rows of x past the last one, with large units": (
+        LARGE, TILES, "unit_pairs[min(row, rows - 1)]", "unit_pairs[row]", ("uninitialised", "uninitialised"),
     ),
+    "the row of x of the wrong token, with large units": (LARGE, TILES, " / x_divisor;", ";", OUTSIDE),
+    "the expert of the preceding block, with large units": (
+        LARGE, TILES, "first_row / route_block]", "first_row / route_block / 2]", VALUES,
+    ),
+    "the weight of another pair, with large units": (LARGE, TILES, "row_weights[pair]", "row_weights[row]", VALUES),
+    "copies start before the pairs of the large unit are written": (
+        LARGE, TILES, "    __syncthreads();  // unit_pairs are written", "    // unit_pairs are written", RACE,
+    ),
+    "the pairs of the next large unit overwrite those of this one": (
+        LARGE, TILES, "    __syncthreads();  // unit_pairs are no longer read\n", "", RACE,
+    ),
+    "accumulators of a large unit overwrite stages that other slices still read": (
+        LARGE, TILES, "      __syncthreads();  // the stages, or", "      // the stages, or", RACE,
+    ),
+    "accumulators of a large unit are read before all warps have stored them": (
+        LARGE, TILES, "result_factor));\n      __syncthreads();", "result_factor));", RACE,
+    ),
+    "the first rows in each pass": (LARGE, TILES, "accumulators, first, Group", "accumulators, 0, Group", VALUES),
     "weights of the wrong k tile": (
         PAIRS, LOOP, "at.k_tile * kWeightTileBytes;", "(at.k_tile ^ 1) * kWeightTileBytes;", VALUES,
     ),
@@ -120,7 +145,9 @@ def outcome(case: Case | None, landing: str) -> str:
         if case is None:
             test_sort(landing, from_offsets=False, pairs=700, experts=40, block=16)
         else:
-            check_product(runner(landing), *case, HERE, np.random.default_rng(0))
+            problem, config = case
+            family: AnyFamily = EXPERT_GEMM if isinstance(config, ExpertGemmConfig) else EXPERT_GEMM_TILES
+            check_product(runner(landing), problem, (family, config), HERE, np.random.default_rng(0))
     except simt.Fault as fault:
         return fault.kind
     except AssertionError:

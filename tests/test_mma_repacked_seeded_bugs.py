@@ -11,8 +11,8 @@ import pytest
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
-MAIN, COPIES = "gemm/gemm_mma_fragments.cu", "gemm/gemm_mma_fragments_copies.cuh"
-EPILOGUE, REDUCE = "gemm/gemm_mma_fragments_epilogue.cuh", "common/reduce.cuh"
+MAIN, REDUCE = "gemm/gemm_mma_fragments.cu", "common/reduce.cuh"
+LOOP, COPIES, EPILOGUE = (f"gemm/gemm_mma_fragments_{part}.cuh" for part in ("mainloop", "copies", "epilogue"))
 FEW = Problem(3, 104, 1088, 32, layouts=(AWQ, FRAGMENTS))
 """Warps that share no stage: three k tiles per slice, K ends within a weight tile, four groups per weight tile."""
 MANY = Problem(40, 232, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS))
@@ -34,12 +34,12 @@ STAGED_CONFIG = {**MANY_CONFIG, "block_m": 32, "x_rows": 32, "stage_k": 64, "cta
 SHARED_CONFIG = {**MANY_CONFIG, "ctas": 5, "stream_k_units": 2, "stream_k_ctas": 5}
 
 
-def few(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
+def few(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
     """Return a bug in a launch with few rows."""
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, FEW, FEW_CONFIG)
 
 
-def many(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
+def many(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
     """Return a bug in a launch whose warps share stages."""
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, MANY, MANY_CONFIG)
 
@@ -55,7 +55,7 @@ def fused(old: str, new: str, caught: tuple[str, str], role: Literal["add_to_str
     return Seed("gemm_mma_fragments", 80, EPILOGUE, old, new, caught, problem, FEW_CONFIG)
 
 
-def staged(old: str, new: str, caught: tuple[str, str], file: str = MAIN) -> Seed:
+def staged(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
     """Return a bug in a launch whose threads copy through registers."""
     return Seed("gemm_mma_fragments", 75, file, old, new, caught, MANY, STAGED_CONFIG)
 
@@ -74,7 +74,7 @@ SEEDS = {
         {**MANY_CONFIG, "weight_tiles": 2, "ctas": 1},
     ),
     "rows of x past the last row": many(
-        "min(index / 8 % C::kXRows, m - 1 - row_begin)", "index / 8 % C::kXRows", OUTSIDE, COPIES,
+        "return min(row, output.m - 1 - row_begin);", "return row;", OUTSIDE, MAIN,
     ),
     "no zeros past the end of K": few("* 64 < k_left_);", "* 64 < k_left_ + 64);", OUTSIDE, COPIES),
     "the first group of a weight tile for all of its groups": few(
@@ -88,6 +88,7 @@ SEEDS = {
         "      __syncthreads();  // the stages, or the accumulators of the preceding pass, are no longer read\n",
         "",
         RACE,
+        MAIN,
     ),
     "accumulators of one slice only": few("slice < C::kSlices; ++slice", "slice < 1; ++slice", VALUES, EPILOGUE),
     "partial sums are not fenced before the signal": shared(

@@ -26,27 +26,27 @@
 // to registers, DEPTH k tiles ahead. WARPS_N warps are a slice, which shares a ring of STAGES stages of x, filled by
 // cp.async; slice i computes the k tiles i, i + WARPS_K, ... Accumulators are added up in the order of the slices.
 //
-// The number of CTAs does not depend on the routing, which only the GPU knows: CTAs are persistent.
+// Operand A is q - z (ExactCodes); the float32 sums of a group are multiplied by the group's scale, so no product is
+// rounded. The number of CTAs does not depend on the routing, which only the GPU knows: CTAs are persistent.
 #include "experts/expert_gemm_mainloop.cuh"
+#include "experts/expert_unit.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 static_assert(__CUDA_ARCH__ >= 800, "expert_gemm needs sm_80");
 
-// Stores the warp's accumulators of kPassRows rows, from row `first` of the unit on, to shared memory.
-__device__ __forceinline__ void store_accumulators(float* target, const Accumulators& accumulators, int first,
-                                                   float result_factor) {
+// Stores the warp's accumulators to shared memory.
+__device__ __forceinline__ void store_accumulators(float* target, const Accumulators& accumulators) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const float unit = kMath == Math::kExact ? ExactCodes<X>::kUnit : result_factor;
-  float* mine = target + warp / kWarpsN * (kPassRows * kPitch) + lane % 4 * 2 * kPitch +
+  float* mine = target + warp / kWarpsN * (kBlockM * kPitch) + lane % 4 * 2 * kPitch +
                 warp % kWarpsN * kColumnTiles * 16 + lane / 4;
 #pragma unroll
-  for (int j = 0; j < kPassRows / 8; ++j) {
+  for (int j = 0; j < kM8Tiles; ++j) {
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        mine[(j * 8 + v % 2) * kPitch + i * 16 + v / 2 * 8] = accumulators[i][first / 8 + j][v] * unit;
+        mine[(j * 8 + v % 2) * kPitch + i * 16 + v / 2 * 8] = accumulators[i][j][v] * ExactCodes<X>::kUnit;
       }
     }
   }
@@ -58,14 +58,14 @@ __device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums.values[i] += source[slice * (kPassRows * kPitch) + i];
+    for (int i = 0; i < 8; ++i) sums.values[i] += source[slice * (kBlockM * kPitch) + i];
   }
   return sums;
 }
 
-// Sums and stores rows `first` .. `first` + kPassRows - 1 of the unit, whose accumulators are in shared memory.
-__device__ __forceinline__ void store_pass(const Arguments& arguments, const float* accumulators, const int32_t* pairs,
-                                           int rows, int first, int n_block, int expert, bool has_expert) {
+// Sums and stores the rows of the unit, whose accumulators are in shared memory.
+__device__ __forceinline__ void store_rows(const Arguments& arguments, const float* accumulators, const int32_t* pairs,
+                                           int rows, int n_block, int expert, bool has_expert) {
   const int n_out = kGated ? arguments.n / 2 : arguments.n;
   constexpr int kVectors = kStoreN / 8;
   const Epilogue<X, Config> epilogue{kHasBias ? arguments.bias + static_cast<int64_t>(expert) * arguments.n : nullptr,
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_pass(const Arguments& arguments, const flo
                                      arguments.n,
                                      arguments.ld_shared};
 #pragma unroll 1
-  for (int index = threadIdx.x; index < min(kPassRows, rows - first) * kVectors; index += kThreads) {
+  for (int index = threadIdx.x; index < rows * kVectors; index += kThreads) {
     const int row = index / kVectors;
     const int column = n_block * kStoreN + index % kVectors * 8;
     if (column >= n_out) continue;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_pass(const Arguments& arguments, const flo
     const Vector<float, 8> sums = add_slices(source);
     Vector<float, 8> up = {};
     if constexpr (kGated) up = add_slices(source + kStoreN);
-    const int pair = pairs[first + row];
+    const int pair = pairs[row];
     const int out_row = kRows == Rows::kTokens ? pair / arguments.top_k : pair;
     float row_weight = 1.0f;
     if constexpr (kHasRowWeights && kRows != Rows::kTokens) row_weight = arguments.row_weights[pair];
@@ -110,12 +110,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     expert_gemm(const uint8_t* weight, const BIAS* bias, const float* row_weights, X* y, const X* shared,
                 const int32_t* sorted_pairs, const int32_t* experts, const int32_t* sorted_count, const X* x,
                 int64_t expert_bytes, int pairs, int capacity, int expert_count, int n, int k, int x_divisor, int top_k,
-                int route_block, int ldx, int ldy, int ld_shared, float scale_factor, float result_factor) {
+                int route_block, int ldx, int ldy, int ld_shared) {
   extern __shared__ __align__(128) uint8_t memory[];
-  const Arguments arguments{
-      weight,       bias,         row_weights, y, shared,    sorted_pairs, experts,     sorted_count, x,   expert_bytes,
-      pairs,        expert_count, n,           k, x_divisor, top_k,        route_block, ldx,          ldy, ld_shared,
-      scale_factor, result_factor};
+  const Arguments arguments{weight,       bias,     row_weights,  y, shared, sorted_pairs, experts, sorted_count, x,
+                            expert_bytes, pairs,    expert_count, n, k,      x_divisor,    top_k,   route_block,  ldx,
+                            ldy,          ld_shared};
   const int lane = threadIdx.x % 32;
   const int slice = uniform_warp() / kWarpsN;
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + slice * (kStages * kStageBytes);
@@ -157,16 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       if (threadIdx.x == 0) unit_pairs[0] = unit;
     } else {
       at.expert = experts[static_cast<int64_t>(unit) * kBlockM / route_block];
-      rows = 0;
-#pragma unroll
-      for (int first = 0; first < kBlockM; first += 32) {
-        int pair = pairs;
-        if (first + lane < kBlockM) pair = sorted_pairs[unit * kBlockM + first + lane];
-        const bool exists = static_cast<unsigned>(pair) < static_cast<unsigned>(pairs);
-        const uint32_t present = __ballot_sync(kFullWarp, exists);
-        if (threadIdx.x < 32 && exists) unit_pairs[rows + __popc(present & ((1u << lane) - 1))] = pair;
-        rows += __popc(present);
-      }
+      rows = collect_pairs<kBlockM>(unit_pairs, sorted_pairs + unit * kBlockM, pairs);
     }
     const bool has_expert = kRows == Rows::kTokens || arguments.is_expert(at.expert);
     if (kRows == Rows::kSorted && !has_expert || rows == 0) continue;
@@ -196,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       ptx::cp_async_commit_group();
     }
     Accumulators accumulators = {};
-    MainLoop loop(ring, rows, scale_factor);
+    MainLoop loop(ring, rows);
     int stage_idx = 0;
 #pragma unroll 1
     for (int first = 0; first < tiles; first += kDepth) {
@@ -221,13 +211,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         stage_idx = stage_idx + 1 == kStages ? 0 : stage_idx + 1;
       }
     }
-    for_each_constant<kBlockM / kPassRows>([&](int pass) {
-      __syncthreads();  // the stages, or the accumulators of the preceding pass, are no longer read
-      store_accumulators(shared_accumulators, accumulators, pass * kPassRows, result_factor);
-      __syncthreads();
-      store_pass(arguments, shared_accumulators, unit_pairs, rows, pass * kPassRows, scheduler.n_block(), at.expert,
-                 has_expert);
-    });
+    __syncthreads();  // the stages are no longer read
+    store_accumulators(shared_accumulators, accumulators);
+    __syncthreads();
+    store_rows(arguments, shared_accumulators, unit_pairs, rows, scheduler.n_block(), at.expert, has_expert);
     __syncthreads();  // unit_pairs are no longer read
   }
   wait_for_preceding_kernel();

@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time constants, the shared-memory layout and the tile scheduler of expert_gemm.cu.
+// The compile-time constants and the shared-memory layout of expert_gemm.cu.
 #pragma once
 
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "gemm/repacked_layout.cuh"
 #include "hopper/shared_storage.cuh"
-
-// How a warp computes the products of a group:
-//   kExact    operand A is q - z (ExactCodes); the float32 sums of a group are multiplied by the group's scale
-//   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes)
-enum class Math { kExact, kScaled };
 
 // Where the rows of a unit come from:
 //   kSorted   rows of one expert, from the arrays that sort_tokens.cu writes
@@ -25,7 +20,6 @@ constexpr bool kGated = Config::kGated, kHasBias = Config::kHasBias;
 constexpr int kGroups = Config::kGroups, kGroupBytes = Config::kGroupBytes, kHalfGroupBytes = Config::kHalfGroupBytes;
 constexpr int kWeightTileBytes = Config::kWeightTileBytes;
 constexpr Zeros kZeros = Config::kZeros;
-constexpr Math kMath = Math::MATH;
 constexpr Rows kRows = Rows::ROWS;
 constexpr bool kHasRowWeights = HAS_ROW_WEIGHTS;  // whether rows of y are multiplied by the weights of the router
 constexpr bool kReadsAhead = READS_AHEAD;         // whether routing and weights may be read before the PDL wait
@@ -36,7 +30,6 @@ constexpr int kWarpsN = WARPS_N;                  // number of warps per slice o
 constexpr int kSlices = WARPS_K;                  // number of slices of K per CTA
 constexpr int kStages = STAGES;                   // number of stages of x per slice
 constexpr int kDepth = DEPTH;                     // number of k tiles of the weight that a warp holds in registers
-constexpr int kPassRows = PASS_ROWS;              // number of rows of accumulators that shared memory holds
 constexpr int kCtasPerSm = CTAS_PER_SM;
 
 constexpr bool kHasOneRow = kRows != Rows::kSorted;
@@ -49,9 +42,9 @@ constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of
 constexpr int kM8Tiles = kBlockM / 8;
 constexpr int kGroupSteps = 8 / kGroups;  // number of mma steps of 16 k per group and weight tile
 
-static_assert(kM8Tiles == 1 || kBlockM % 16 == 0, "ldmatrix loads 16 rows of x at a time");
+static_assert(kBlockM == 8 || kBlockM == 16, "ldmatrix loads 16 rows of x at a time");
 static_assert(!kHasOneRow || kBlockM == 8, "one row takes the lowest tile");
-static_assert(kRows != Rows::kTokens || (kMath == Math::kExact && !kGated), "the scales of a slot include its weight");
+static_assert(kRows != Rows::kTokens || !kGated, "a gated sum over slots has no meaning");
 static_assert(kRows == Rows::kTokens || !Config::kHasResidual, "only the sum of a token includes a shared expert");
 static_assert(!kGated || kCtaColumnTiles % 2 == 0, "half of the columns are the gate projection");
 static_assert(kZeros != Zeros::kOffset, "offsets are not added");
@@ -59,25 +52,14 @@ static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kGroups <= 8, "a group has at least 16 rows of W");
 
 // Shared memory. A stage of x of a slice is [2 of k64][row][64], swizzled (hopper/swizzle.cuh). After the main loop,
-// the accumulators of kPassRows rows of all slices overwrite the stages; the padding avoids bank conflicts.
+// the accumulators of all slices overwrite the stages; the padding avoids bank conflicts.
 constexpr int kStageBytes = kXRows * kWeightTileK * 2;
 constexpr int kPitch = kBlockN + 4;
 constexpr int kRingBytes = kSlices * kStages * kStageBytes;
-constexpr int kPassBytes = kSlices * kPassRows * kPitch * 4;
+constexpr int kPassBytes = kSlices * kBlockM * kPitch * 4;
 
 struct SharedStorage {
   static constexpr int kPairs = kRingBytes > kPassBytes ? kRingBytes : kPassBytes;  // int32 [kBlockM]
   static constexpr int kBytes = kPairs + kBlockM * 4;
 };
 ASSERT_SHARED_BYTES(SharedStorage, SHARED_BYTES);
-
-// The tiles of a persistent CTA: those of a unit are adjacent, and units are in the order of the routing arrays.
-struct ExpertTileScheduler {
-  int n_blocks, tiles;
-  int tile = blockIdx.x;
-
-  __device__ __forceinline__ bool is_valid() const { return tile < tiles; }
-  __device__ __forceinline__ void advance() { tile += gridDim.x; }
-  __device__ __forceinline__ int unit() const { return tile / n_blocks; }
-  __device__ __forceinline__ int n_block() const { return tile % n_blocks; }
-};

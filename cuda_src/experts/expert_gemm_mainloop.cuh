@@ -21,7 +21,6 @@ struct Arguments {
   const X* x;
   int64_t expert_bytes;
   int pairs, expert_count, n, k, x_divisor, top_k, route_block, ldx, ldy, ld_shared;
-  float scale_factor, result_factor;
 
   __device__ __forceinline__ int k_tiles() const { return ceil_div(k, kWeightTileK); }
   __device__ __forceinline__ bool is_expert(int expert) const {
@@ -162,8 +161,7 @@ using Accumulators = float[kColumnTiles][kM8Tiles][4];
 // Computes the accumulators of a warp for one tile.
 class MainLoop {
  public:
-  __device__ __forceinline__ MainLoop(uint32_t ring, int rows, float scale_factor)
-      : factor_(scale_factor), active_(ceil_div(rows, 16)) {
+  __device__ __forceinline__ MainLoop(uint32_t ring, int rows) {
     const int lane = threadIdx.x % 32;
     // ldmatrix loads matrices 0 and 1 from rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15, and matrices 2 and 3 from rows 8
     // .. 15 at the same k. With 8 rows, it loads all four matrices from these rows, at k 0 .. 31; lanes past the last
@@ -179,52 +177,35 @@ class MainLoop {
     const uint32_t stage = stage_idx * kStageBytes;
     for_each_constant<kGroups>([&](int group) {
       Accumulators sums = {};
+      uint32_t zeros[kColumnTiles];
 #pragma unroll
-      for (int i = 0; i < kColumnTiles; ++i) begin_group(i, parts[i].groups[group]);
+      for (int i = 0; i < kColumnTiles; ++i) zeros[i] = ExactCodes<X>::zeros(parts[i].groups[group].zeros);
 #pragma unroll
       for (int of_group = 0; of_group < kGroupSteps; ++of_group) {
         const int step = group * kGroupSteps + of_group;
         uint32_t a[kColumnTiles][4];
 #pragma unroll
-        for (int i = 0; i < kColumnTiles; ++i) convert(a[i], i, parts[i].words[step / 4][step % 4]);
-        Accumulators& target = kMath == Math::kScaled ? accumulators : sums;
+        for (int i = 0; i < kColumnTiles; ++i)
+          ExactCodes<X>::convert(a[i], parts[i].words[step / 4][step % 4], zeros[i]);
         const uint32_t begin = stage + step / 4 * (kXRows * 128);
         if constexpr (kM8Tiles == 1) {
           if (step % 2 == 0) ptx::ldmatrix_x4(b_, (x_ ^ step / 2 % 2 * 64) + begin);
 #pragma unroll
-          for (int i = 0; i < kColumnTiles; ++i) mma<X>(target[i][0], a[i], b_[step % 2 * 2], b_[step % 2 * 2 + 1]);
+          for (int i = 0; i < kColumnTiles; ++i) mma<X>(sums[i][0], a[i], b_[step % 2 * 2], b_[step % 2 * 2 + 1]);
         } else {
+          ptx::ldmatrix_x4(b_, (x_ ^ step % 4 * 32) + begin);
 #pragma unroll
-          for (int j = 0; j < kM8Tiles / 2; ++j) {
-            if (j >= active_) break;
-            ptx::ldmatrix_x4(b_, (x_ ^ step % 4 * 32) + begin + j * (16 * 128));
-#pragma unroll
-            for (int i = 0; i < kColumnTiles; ++i) {
-              mma<X>(target[i][2 * j], a[i], b_[0], b_[1]);
-              mma<X>(target[i][2 * j + 1], a[i], b_[2], b_[3]);
-            }
+          for (int i = 0; i < kColumnTiles; ++i) {
+            mma<X>(sums[i][0], a[i], b_[0], b_[1]);
+            mma<X>(sums[i][kM8Tiles - 1], a[i], b_[2], b_[3]);
           }
         }
       }
-      if constexpr (kMath == Math::kExact) add_group(accumulators, sums, parts, group, slot_weight);
+      add_group(accumulators, sums, parts, group, slot_weight);
     });
   }
 
  private:
-  __device__ __forceinline__ void begin_group(int i, const Group<Config>& group) {
-    if constexpr (kMath == Math::kScaled) {
-      scaled_[i] = ScaledCodes<X, Config>(group, factor_);
-    } else {
-      zeros_[i] = ExactCodes<X>::zeros(group.zeros);
-    }
-  }
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], int i, uint32_t word) const {
-    if constexpr (kMath == Math::kScaled) {
-      scaled_[i].convert(a, word);
-    } else {
-      ExactCodes<X>::convert(a, word, zeros_[i]);
-    }
-  }
   // Adds the sums of a group, times its scales, to the accumulators.
   __device__ __forceinline__ void add_group(Accumulators& accumulators, const Accumulators& sums,
                                             const WeightPart (&parts)[kColumnTiles], int group, float slot_weight) {
@@ -243,10 +224,6 @@ class MainLoop {
     }
   }
 
-  typename ScaledCodes<X, Config>::Factor factor_;
-  int active_;  // number of tiles of 16 rows that exist
   uint32_t x_;  // the shared address of this lane's row of x in stage 0
-  ScaledCodes<X, Config> scaled_[kColumnTiles];
-  uint32_t zeros_[kColumnTiles];
   uint32_t b_[4];
 };

@@ -14,16 +14,19 @@ template <class C> class Copies {
   using T = typename C::T;
 
  public:
-  __device__ __forceinline__ Copies(const T* x, const uint8_t* weight, const typename C::Scheduler& scheduler,
-                                    const TileCoordinates& tile, uint32_t ring, int slice, int m, int n, int k, int ldx)
-      : ring_(ring), k_left_(k - (scheduler.k_tile_begin + slice) * kWeightTileK) {
+  // The copies begin at `k_tile`, for columns from those of `n_block` on. `row_of` maps a row of the CTA tile to a row
+  // of x; the rows lie within 2^31 elements.
+  template <class RowOf>
+  __device__ __forceinline__ Copies(const T* x, const uint8_t* weight, const RowOf& row_of, int n_block, int k_tile,
+                                    uint32_t ring, int n, int k, int ldx)
+      : ring_(ring), k_left_(k - k_tile * kWeightTileK) {
     const int lane = threadIdx.x % 32;
     const int warp = uniform_warp() % C::kWarpsN;
     const int thread = warp * 32 + lane;
     // In a gated tile, the first half of the tile columns belongs to the gate projection, the second half to the up
     // projection.
     constexpr int kAdjacent = C::kGated ? C::kTileColumns / 2 : C::kTileColumns;
-    const TileColumns<C> columns(weight, tile.n_block * kAdjacent, scheduler.k_tile_begin + slice, n, k);
+    const TileColumns<C> columns(weight, n_block * kAdjacent, k_tile, n, k);
     weight_ = columns.begin;
 #pragma unroll
     for (int i = 0; i < C::kWarpColumns; ++i) {
@@ -32,14 +35,11 @@ template <class C> class Copies {
       weight_offsets_[i] = min(index, columns.last) * columns.column_bytes + lane * 16;
     }
     weight_target_ = C::kXStageBytes + warp * C::kWarpColumns * C::kPartBytes + lane * 16;
-    const int row_begin = tile.m_block * C::kBlockM;
-    x_ = reinterpret_cast<const uint8_t*>(x + static_cast<int64_t>(row_begin) * ldx +
-                                          (scheduler.k_tile_begin + slice) * kWeightTileK);
+    x_ = reinterpret_cast<const uint8_t*>(x + k_tile * kWeightTileK);
 #pragma unroll
     for (int i = 0; i < kXPasses; ++i) {
       const int index = i * C::kSliceThreads + thread;
-      // Rows past m are copies of the last row; the resulting rows of y are not stored.
-      const int row = min(index / 8 % C::kXRows, m - 1 - row_begin);
+      const int row = row_of(index / 8 % C::kXRows);
       x_offsets_[i] = (row * ldx + index / (8 * C::kXRows) * 64 + index % 8 * 8) * sizeof(T);
     }
     x_target_ = thread / 8 * 128 + (thread % 8 ^ swizzle_bits(thread / 8 % C::kXRows)) * 16;

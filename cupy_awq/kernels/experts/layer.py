@@ -11,7 +11,6 @@ from typing import NamedTuple
 from cupy_awq.activation import Activation
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dtypes import ITEMSIZE
-from cupy_awq.kernels.experts.expert_gemm import BLOCKS
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks
 from cupy_awq.kernels.experts.routing import ExpertSum, TokenSort
 from cupy_awq.kernels.family import KernelProblem
@@ -21,6 +20,8 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 
 SORT_US, SUM_US = 2.5, 1.5
 """The modelled overhead of the launches before and after the products of sorted rows, in microseconds."""
+BLOCKS = (8, 16, 32, 48, 64, 80, 96, 128)
+"""The heights of the blocks of sorted rows to try."""
 ALIGNMENT = 256
 """The alignment of the parts of the scratch memory, in bytes."""
 
@@ -38,6 +39,7 @@ class ExpertForm(NamedTuple):
     layout: str = AWQ
     scale_exponent: int = 0
     wide_scales: bool = False
+    even_scales: bool = False
 
     def product(self, dtype: str, pairs: int, top_k: int, activation: Activation) -> ExpertProduct:
         """Return the product of ``pairs`` pairs in the order of the tokens."""
@@ -58,6 +60,7 @@ class ExpertForm(NamedTuple):
             layout=self.layout,
             scale_exponent=self.scale_exponent,
             wide_scales=self.wide_scales,
+            even_scales=self.even_scales,
         )
 
 

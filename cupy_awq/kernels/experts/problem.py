@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +12,7 @@ from cupy_awq.activation import enumerator
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
 from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.tiling import ceil_div
 
 Rows = Literal["sorted", "pairs", "tokens"]
@@ -38,9 +39,17 @@ def expected_touched(pairs: int, experts: int) -> float:
 
 
 def expected_blocks(pairs: int, experts: int, block: int) -> float:
-    """Return the expected number of blocks, for uniform routing; half of an expert's last block is padding."""
-    touched = expected_touched(pairs, experts)
-    return max(touched, pairs / block + (touched / 2 if pairs > touched * block / 2 else 0))
+    """Return the expected number of blocks for uniform routing; the rows of an expert are about normally distributed.
+
+    >>> round(expected_blocks(8, 128, 16), 1), round(expected_blocks(8192, 128, 64), 1)
+    (7.8, 188.8)
+    """
+    mean = pairs / experts
+    deviation = max(math.sqrt(mean * (1 - 1 / experts)), 1e-9)
+    # An expert has more than i full blocks if it has more than i * block rows.
+    first, last = max(1, int((mean - 6 * deviation) / block)), int((mean + 6 * deviation) / block)
+    more = (math.erfc((i * block + 0.5 - mean) / deviation / math.sqrt(2)) / 2 for i in range(first, last + 1))
+    return expected_touched(pairs, experts) + experts * (first - 1 + sum(more))
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class ExpertProduct(KernelProblem):
         row_weights: whether rows are multiplied by the router's weights.
         reads_ahead: whether routing and weights may be read before the preceding kernel finishes (PDL).
         layout: name of the layout of the weights.
-        scale_exponent, wide_scales: as in `cupy_awq.kernels.gemm.problem.Problem`, for all experts together.
+        scale_exponent, wide_scales, even_scales: as in `cupy_awq.kernels.gemm.problem.Problem`, for
+            all experts together.
         shared: with "tokens", whether the result of a shared expert is added to y.
         ldx, ldy, ld_shared: row strides of x, y and the shared expert's result in elements; 0 for contiguous arrays.
     """
@@ -94,6 +104,7 @@ class ExpertProduct(KernelProblem):
     layout: str = AWQ
     scale_exponent: int = 0
     wide_scales: bool = False
+    even_scales: bool = False
     shared: bool = False
     ldx: int = 0
     ldy: int = 0
@@ -137,6 +148,30 @@ class ExpertProduct(KernelProblem):
         return FragmentLayout(self.k, self.n, self.group_size, self.scales_dtype, self.zeros)
 
     @property
+    def x_rows(self) -> int:
+        """The number of rows of x."""
+        return ceil_div(self.pairs, self.x_divisor)
+
+    def of_expert(self, m: int) -> Problem:
+        """Return the product of ``m`` rows with one expert."""
+        return Problem(
+            m,
+            self.n,
+            self.k,
+            self.group_size,
+            self.dtype,
+            self.scales_dtype,
+            self.zeros,
+            self.bias_dtype,
+            activation=self.activation,
+            gated=self.gated,
+            layouts=(self.layout,),
+            scale_exponent=self.scale_exponent,
+            wide_scales=self.wide_scales,
+            even_scales=self.even_scales,
+        )
+
+    @property
     def touched_bytes(self) -> float:
         """The expected size in bytes of the weights of the experts that have rows."""
         return expected_touched(self.pairs, self.experts) * self.fragments.nbytes
@@ -144,8 +179,7 @@ class ExpertProduct(KernelProblem):
     @property
     def activation_bytes(self) -> int:
         """The size of x and y in bytes."""
-        x_rows, y_rows = ceil_div(self.pairs, self.x_divisor), self.pairs
-        return (x_rows * self.k + y_rows * self.n_out) * ITEMSIZE[self.dtype]
+        return (self.x_rows * self.k + self.pairs * self.n_out) * ITEMSIZE[self.dtype]
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """Return the compile-time constants (name, value) that the kernels of all layouts have."""

@@ -180,11 +180,11 @@ def configs(problem: Problem, device: Device) -> list[GemmFragmentsConfig]:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
     is_async = device.has(Capability.CP_ASYNC)
-    for math in _maths(problem):
+    for math in maths(problem):
         for block_m in _heights(problem.m, math, 128 if is_async else STAGED_BLOCK_M):
             x_rows = min(block_m, next_power_of_two(problem.m))
-            layouts = _invariant_layouts(block_m, math) if problem.batch_invariant else _layouts(block_m, math, problem)
-            for layout in layouts:
+            some = _invariant_layouts(block_m, math) if problem.batch_invariant else layouts(block_m, math, problem)
+            for layout in some:
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
                 if layout.weight_tiles > 1 and block_m > FEW_ROWS and not is_async:
@@ -192,14 +192,14 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
                     shape = GemmFragmentsConfig(math, block_m, x_rows, *sizes, is_async)
-                    config = _with_stages(shape, layout.ctas_per_sm, problem, device)
+                    config = with_stages(shape, layout.ctas_per_sm, problem, device)
                     if config is not None:
                         yield from _divided(config, problem, device)
                     if config is not None and not problem.batch_invariant:
                         break
 
 
-def _maths(problem: Problem) -> tuple[Math, ...]:
+def maths(problem: Problem) -> tuple[Math, ...]:
     """Return the values of ``math`` to try; several for a batch-invariant weight, which needs the same for every M."""
     is_wide = problem.dtype == "float16" and problem.wide_scales
     if problem.batch_invariant:
@@ -232,7 +232,7 @@ class Layout(NamedTuple):
     ctas_per_sm: int = 1
 
 
-def _layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
+def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     """Return the layouts of the warps to try: those that are the fastest for some weight and whose registers fit."""
     few_groups = FragmentLayout.of(problem).groups <= 2
     if block_m == 8:
@@ -259,13 +259,16 @@ def _invariant_layouts(block_m: int, math: Math) -> tuple[Layout, ...]:
     return (Layout(1, 4, 2),)
 
 
-def _with_stages(
-    shape: GemmFragmentsConfig, ctas_per_sm: int, problem: Problem, device: Device
+def with_stages(
+    shape: GemmFragmentsConfig, ctas_per_sm: int, problem: Problem, device: Device, reserved: int = RESERVED_BYTES
 ) -> GemmFragmentsConfig | None:
-    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not."""
+    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not.
+
+    ``reserved`` bytes of each CTA have other uses.
+    """
     most = MAX_STAGES if shape.is_async else 2
     for ctas in range(ctas_per_sm, 0, -1):
-        limit = min(device.shared_bytes_per_sm // ctas - RESERVED_BYTES, device.shared_bytes_per_block)
+        limit = min(device.shared_bytes_per_sm // ctas - reserved, device.shared_bytes_per_block)
         stages = min(most, limit // (shape.warps_k * shape.stage_bytes(problem)))
         config = replace(shape, ctas_per_sm=ctas, stages=stages)
         if stages >= 2 and config.shared_bytes(problem) <= limit:
@@ -341,13 +344,13 @@ def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -
     rates, k_tiles, units = device.rates, ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
     shared, sharers = config.stream_k_units, config.stream_k_ctas
     rows, elements = min(problem.m, config.block_m), config.block_m * config.block_n
-    warp_cycles = _warp_cycles(config, problem, device)
-    sync_us = (warp_cycles + COSTS.sync) / rates.clock_mhz
+    cycles = warp_cycles(config, problem, device)
+    sync_us = (cycles + COSTS.sync) / rates.clock_mhz
     weight_bytes = config.tile_columns * FragmentLayout.of(problem).weight_tile_bytes
     work = CtaWork(
         k_tiles,
         max(sync_us, rates.latency_us / config.stages) / config.warps_k,
-        warp_cycles * config.warps_n / SCHEDULERS + COSTS.store * elements / k_tiles,
+        cycles * config.warps_n / SCHEDULERS + COSTS.store * elements / k_tiles,
         (weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K) / COSTS.shared_reads,
         weight_bytes / ceil_div(problem.m, config.block_m),
         COSTS.start * rates.latency_us,
@@ -363,7 +366,7 @@ def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -
     return total
 
 
-def _warp_cycles(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
+def warp_cycles(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
     """Return the cycles in which a scheduler issues a warp's instructions for one k tile.
 
     The counts are those of the compiled main loop: per 16 columns and 16 k, the conversion of a word of eight codes;

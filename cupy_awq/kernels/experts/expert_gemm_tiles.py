@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``expert_gemm_tiles``: the grouped product of many rows per expert, with the main loop of ``gemm_mma_fragments``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks, expected_blocks, expected_touched
+from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.gemm.fragments import fragment_refusal
+from cupy_awq.kernels.gemm.gemm_mma_fragments import (
+    COSTS,
+    RESERVED_BYTES,
+    SCHEDULERS,
+    GemmFragmentsConfig,
+    layouts,
+    maths,
+    warp_cycles,
+    with_stages,
+)
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
+from cupy_awq.kernels.gemm.problem import FRAGMENTS
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.waves import CtaWork, waves_us
+from cupy_awq.runtime.device import Capability, Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
+
+NAME = "expert_gemm_tiles"
+NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
+"""The capabilities that the kernel needs."""
+BLOCKS = (16, 32, 48, 64, 80, 96, 128)
+"""The heights of a unit in rows."""
+MAX_X_ELEMENTS = 1 << 31
+"""The largest extent of x, whose rows are addressed by 32-bit offsets."""
+
+
+def refusal(problem: ExpertProduct, device: Device) -> str | None:
+    if problem.rows != "sorted":
+        return "takes rows that are sorted by expert"
+    if problem.x_rows * (problem.ldx or problem.k) >= MAX_X_ELEMENTS:
+        return f"needs x of less than {MAX_X_ELEMENTS} elements"
+    if not any(problem.block % block == 0 for block in BLOCKS):
+        return f"needs blocks of a multiple of {BLOCKS[0]} rows, not {problem.block}"
+    return fragment_refusal(problem.of_expert(1), device, NEEDS)
+
+
+def configs(problem: ExpertProduct, device: Device) -> list[GemmFragmentsConfig]:
+    return list(_configs(problem, device))
+
+
+def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsConfig]:
+    for block in BLOCKS:
+        unit = problem.of_expert(block)
+        if problem.block % block:
+            continue
+        for math in maths(unit):
+            if math == "kExact" and block > 64:
+                continue  # registers would spill
+            for layout in layouts(block, math, unit):
+                if problem.gated and layout.weight_tiles * layout.warps_n % 2:
+                    continue
+                for stage_k in (128, 64):
+                    sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
+                    shape = GemmFragmentsConfig(math, block, block, *sizes)
+                    config = with_stages(shape, layout.ctas_per_sm, unit, device, RESERVED_BYTES + 4 * block)
+                    if config is not None:
+                        yield config
+                        break
+
+
+def _shared_bytes(config: GemmFragmentsConfig, problem: ExpertProduct) -> int:
+    return config.shared_bytes(problem.of_expert(config.block_m)) + 4 * config.block_m
+
+
+def plan(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) -> LaunchPlan:
+    """Return the launch plan.
+
+    The buffers are weight (the fragment layouts of all experts), bias, row_weights, y, sorted_pairs, experts,
+    sorted_count and x.
+    """
+    dependent = device.has(Capability.DEPENDENT_LAUNCH)
+    defines: tuple[tuple[str, int | str], ...] = (
+        *problem.defines(),
+        *problem.fragments.defines(),
+        ("DEPENDENT", int(dependent)),
+        ("MATH", config.math),
+        ("BLOCK_M", config.block_m),
+        ("WEIGHT_TILES", config.weight_tiles),
+        ("WARPS_N", config.warps_n),
+        ("WARPS_K", config.warps_k),
+        ("STAGE_K", config.stage_k),
+        ("STAGES", config.stages),
+        ("PASS_ROWS", config.pass_rows),
+        ("CTAS_PER_SM", config.ctas_per_sm),
+        ("SHARED_BYTES", _shared_bytes(config, problem)),
+    )
+    units = count_blocks(problem.pairs, problem.experts, problem.block) * (problem.block // config.block_m)
+    sizes = (
+        problem.pairs,
+        problem.routed_rows,
+        problem.experts,
+        problem.n,
+        problem.k,
+        problem.x_divisor,
+        problem.block,
+        problem.ldx or problem.k,
+        problem.ldy or problem.n_out,
+    )
+    factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
+    scalars: tuple[Argument, ...] = (
+        np.int64(problem.fragments.nbytes),
+        *map(np.int32, sizes),
+        *map(np.float32, factors),
+    )
+    return LaunchPlan(
+        Kernel(f"experts/{NAME}.cu", NAME, defines, device.target),
+        (min(units * ceil_div(problem.n, config.block_n), config.ctas_per_sm * device.sm_count), 1, 1),
+        (config.threads, 1, 1),
+        ("weight", "bias", "row_weights", "y", "sorted_pairs", "experts", "sorted_count", "x", *scalars),
+        _shared_bytes(config, problem),
+        dependent=dependent,
+    )
+
+
+def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) -> float:
+    """Return the run time in microseconds, by the constants of ``gemm_mma_fragments``, for uniform routing."""
+    rates, k_tiles = device.rates, ceil_div(problem.k, WEIGHT_TILE_K)
+    units = expected_blocks(problem.pairs, problem.experts, config.block_m)
+    cycles = warp_cycles(config, problem.of_expert(config.block_m), device)
+    weight_bytes = config.tile_columns * problem.fragments.weight_tile_bytes
+    elements = config.block_m * config.block_n
+    tiles = ceil_div(int(units * problem.n), config.block_n)
+    work = CtaWork(
+        k_tiles,
+        max((cycles + COSTS.sync) / rates.clock_mhz, rates.latency_us / config.stages) / config.warps_k,
+        cycles * config.warps_n / SCHEDULERS + COSTS.store * elements / k_tiles,
+        (weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K) / COSTS.shared_reads,
+        weight_bytes * expected_touched(problem.pairs, problem.experts) / units
+        + problem.activation_bytes / max(1, tiles) / k_tiles,
+        COSTS.start * rates.latency_us,
+    )
+    return rates.launch_us + waves_us(tiles, config.ctas_per_sm, work, device)
+
+
+class ExpertGemmTiles(Family[ExpertProduct, GemmFragmentsConfig]):
+    """The family ``expert_gemm_tiles``."""
+
+    NAME = NAME
+    needs = NEEDS
+    layout = FRAGMENTS
+    refusal = staticmethod(refusal)
+    configs = staticmethod(configs)
+    estimate_us = staticmethod(estimate_us)
+    plan = staticmethod(plan)
+
+
+EXPERT_GEMM_TILES = ExpertGemmTiles()
