@@ -37,7 +37,7 @@ SORTED = (
 LAST = ExpertProduct("sorted", 9, 3, 96, 704, 704, block=16, **GATED), replace(SORTED[1], warps_k=2)
 """K ends within a weight tile whose scales are not zero past the end."""
 LARGE = (
-    ExpertProduct("sorted", 90, 2, 192, 704, 64, block=64, top_k=2, x_divisor=2, row_weights=True, **GATED),
+    ExpertProduct("sorted", 120, 2, 192, 704, 64, block=64, top_k=2, x_divisor=2, row_weights=True, **GATED),
     GemmFragmentsConfig("kScaled", 64, 64, 1, 4, 2, 64),
 )
 PAIRS = (
@@ -76,9 +76,9 @@ SEEDS: dict[str, Seed] = {
         SORTED, MAIN, "    __syncthreads();  // unit_pairs are written", "    // unit_pairs are written", RACE,
     ),
     "rows of x past the last one": (
-        SORTED, LOOP, "pairs_[min(row, rows_ - 1)]", "pairs_[row]", ("uninitialised", "uninitialised"),
+        SORTED, LOOP, "pairs[min(row(pass), rows - 1)]", "pairs[row(pass)]", ("uninitialised", "uninitialised"),
     ),
-    "the row of x of the wrong token": (SORTED, LOOP, "pair / arguments_.x_divisor", "pair", OUTSIDE),
+    "the row of x of the wrong token": (SORTED, LOOP, " / arguments.x_divisor;", ";", OUTSIDE),
     "no zeros past the end of K": (
         LAST, LOOP, "column < arguments_.k ? 16 : 0", "16", OUTSIDE,
     ),

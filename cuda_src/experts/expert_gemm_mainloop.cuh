@@ -127,33 +127,40 @@ class Copies {
  public:
   // `pairs` are the pairs of the unit, in shared memory, of which the first `rows` exist.
   __device__ __forceinline__ Copies(const Arguments& arguments, const int32_t* pairs, int rows, uint32_t ring)
-      : arguments_(arguments), pairs_(pairs), ring_(ring), rows_(rows) {}
+      : arguments_(arguments), ring_(ring), copied_rows_(kM8Tiles == 1 ? rows : 16) {
+    // With 16 rows, those past the last one are copies of it; the resulting rows of y are not stored.
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) x_rows_[pass] = pairs[min(row(pass), rows - 1)] / arguments.x_divisor;
+  }
 
   // Starts the copy of x for a k tile to stage `stage_idx`.
   __device__ __forceinline__ void start(int stage_idx, const KPosition& at) const {
-    constexpr int kChunks = kXRows * 16;
     const uint32_t stage = ring_ + stage_idx * kStageBytes;
+    const int chunk = threadIdx.x % 16;
+    const int column = at.k_tile * kWeightTileK + chunk * 8;
 #pragma unroll
-    for (int pass = 0; pass < ceil_div(kChunks, kSliceThreads); ++pass) {
-      const int index = pass * kSliceThreads + threadIdx.x % kSliceThreads;
-      const int row = index / 16;
-      const int chunk = index % 16;
-      // Up to the end of a tile of 16 rows, rows are copies of the last one; the resulting rows of y are not stored.
-      if (row >= (kM8Tiles == 1 ? rows_ : ceil_div(rows_, 16) * 16)) continue;
-      const int pair = pairs_[min(row, rows_ - 1)] + (kRows == Rows::kTokens ? at.slot : 0);
-      const X* source = arguments_.x + static_cast<int64_t>(pair / arguments_.x_divisor) * arguments_.ldx;
-      const int column = at.k_tile * kWeightTileK + chunk * 8;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (row(pass) >= copied_rows_) continue;
+      const int x_row = x_rows_[pass] + (kRows == Rows::kTokens ? at.slot : 0);
+      const X* source = arguments_.x + static_cast<int64_t>(x_row) * arguments_.ldx + column;
+      const uint32_t target = chunk / 8 * (kXRows * 128) + row(pass) * 128 + (chunk % 8 ^ swizzle_bits(row(pass))) * 16;
       // The last weight tile may be longer than K; zeros fill it.
-      const uint32_t target = chunk / 8 * (kXRows * 128) + row * 128 + (chunk % 8 ^ swizzle_bits(row)) * 16;
-      ptx::cp_async_16(stage + target, source + column, column < arguments_.k ? 16 : 0);
+      ptx::cp_async_16(stage + target, source, column < arguments_.k ? 16 : 0);
     }
   }
 
  private:
+  static constexpr int kPasses = ceil_div(kXRows * 16, kSliceThreads);
+
+  // Returns the row of the unit that this thread copies in a pass.
+  static __device__ __forceinline__ int row(int pass) {
+    return (pass * kSliceThreads + threadIdx.x % kSliceThreads) / 16;
+  }
+
   const Arguments& arguments_;
-  const int32_t* pairs_;
   uint32_t ring_;
-  int rows_;
+  int copied_rows_;
+  int x_rows_[kPasses];
 };
 
 using Accumulators = float[kColumnTiles][kM8Tiles][4];
