@@ -71,7 +71,8 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
         return dict(zip((f"{prefix}.{name}" for name in names), ((d, width), (d, width), (width, d)), strict=True))
 
     projections = "gate_proj", "up_proj", "down_proj"
-    dense, experts = mlp("mlp", i, projections), {}
+    dense = mlp("mlp", i, projections)
+    experts: dict[str, tuple[int, int]] = {}
     for e in range(config.get("num_experts", 0)):
         experts |= mlp(f"mlp.experts.{e}", config["moe_intermediate_size"], projections)
     for e in range(config.get("num_local_experts", 0)):

@@ -138,6 +138,7 @@ def test_invalid_arguments_of_moe(name: str, value: Any, error: type[Exception],
 
 
 WORDS, SCALES = np.zeros((3, 64, 2), np.int32), np.ones((3, 2, 16), np.float16)
+BLOCKS = vllm_arrays(np.array([[0], [1], [1], [2]], np.int32), 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +174,6 @@ def test_invalid_arguments(make: Callable[[], Any], error: type[Exception], mess
     with pytest.raises(error) as found:
         make()
     assert message in str(found.value)
-
-
-BLOCKS = vllm_arrays(np.array([[0], [1], [1], [2]], np.int32), 3, 8)
 
 
 def grouped(offsets: Any, **options: Any) -> Any:
