@@ -404,3 +404,43 @@ def test_an_ak48_file_without_a_tokenizer_beside_it_is_refused(tmp_path: Path) -
     shutil.copy(path, tmp_path / "alone" / "m.ak48")
     with pytest.raises(CheckpointError, match=r"expected a tokenizer\.json, got none"):
         llm.load(tmp_path / "alone" / "m.ak48", device="cpu")
+
+
+# Mixtures of experts.
+
+
+def change_experts(found: dict[str, np.ndarray], change: str) -> None:
+    """Damage the tensors of a mixture of five experts."""
+    layer = "model.layers.1.mlp"
+    if change == "missing":
+        for part in ("qweight", "scales", "qzeros"):
+            del found[f"{layer}.experts.3.up_proj.{part}"]
+    elif change == "groups":
+        for part in ("scales", "qzeros"):
+            name = f"{layer}.experts.3.up_proj.{part}"
+            found[name] = np.repeat(found[name], 2, axis=0)
+    elif change == "router":
+        found[f"{layer}.gate.weight"] = found[f"{layer}.gate.weight"][:4].copy()
+    else:
+        for part in ("qweight", "scales", "qzeros"):
+            split = [found[f"{layer}.experts.{expert}.up_proj.{part}"] for expert in range(5)]
+            found[f"{layer}.experts.up_proj.{part}"] = np.stack(split)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"experts\.3\.up_proj"),
+        ("groups", r"experts\.3\.up_proj': group_size: expected 16 as in"),
+        ("router", r"model\.layers\.1\.mlp\.gate"),
+        ("fused and split", r"experts\.\d\.up_proj"),
+    ],
+)
+def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> None:
+    """An expert is missing or has other groups, the router has another count, or a tensor has two names."""
+    path = llm_models.folder(tmp_path / "m", llm_models.EXPERT_FAMILIES["qwen3_moe"])
+    found = llm_models.tensors(llm_models.EXPERT_FAMILIES["qwen3_moe"])
+    change_experts(found, change)
+    llm_models.save_file(found, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_all(llm.read(path))
