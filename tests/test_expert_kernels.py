@@ -124,15 +124,18 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
-@pytest.mark.parametrize("block", [8, 16, 32, 64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "block", [8, 32, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 48, 64, 80, 96, 128))]
+)
 def test_every_tile(backend: str, block: int) -> None:
     """Each layout of warps once; units with one to all of their rows; CTAs with several units."""
     problem = ExpertProduct(
-        "sorted", 3 * block + 5, 3, 160, 704, 64, block=block, activation="silu", gated=True, layout="fragments"
+        "sorted", 3 * block + 5, 3, 192, 704, 64, block=block, activation="silu", gated=True, layout="fragments"
     )
     here = replace(facts(80, backend), sm_count=2)
-    for choice in mma_candidates(problem, here):
-        check_product(runner(backend), problem, choice, here, np.random.default_rng(block))
+    for family, config in mma_candidates(problem, here):
+        if config.block_m == block:
+            check_product(runner(backend), problem, (family, config), here, np.random.default_rng(block))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

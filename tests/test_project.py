@@ -59,7 +59,7 @@ KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "experts", 
 FOREIGN = {
     ("conv2d", "gemm"): {"conv2d_gemm"},
     ("decoder", "select"): {"decoder"},
-    ("experts", "gemm"): {"expert_gemm", "expert_gemm_simt", "layer", "problem"},
+    ("experts", "gemm"): {"expert_gemm", "expert_gemm_simt", "expert_gemm_tiles", "layer", "problem"},
     ("experts", "select"): {"layer"},
 }
 """The modules of a folder that import from another or from the choice: a 1x1 convolution is a GEMM, experts have the

@@ -15,8 +15,8 @@ struct ExpertTileScheduler {
   __device__ __forceinline__ int n_block() const { return tile % n_blocks; }
 };
 
-// Writes those of kUnitRows values of `sorted_pairs` that are pairs to `unit_pairs`, and returns their number. All warps
-// must call this; warp 0 writes.
+// Writes those of kUnitRows values of `sorted_pairs` that are pairs to `unit_pairs`, and returns their number. All
+// warps must call this; warp 0 writes.
 template <int kUnitRows>
 __device__ __forceinline__ int collect_pairs(int32_t* unit_pairs, const int32_t* sorted_pairs, int pairs) {
   const int lane = threadIdx.x % 32;

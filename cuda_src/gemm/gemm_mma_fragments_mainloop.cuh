@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main loop of gemm_mma_fragments.cu: the products of a slice of a CTA for one unit, from stages in shared memory to
-// accumulators in registers.
+// The main loop of gemm_mma_fragments.cu: the products of a slice of a CTA for one unit, from stages in shared memory
+// to accumulators in registers.
 #pragma once
 
 #include "gemm/gemm_mma_fragments_copies.cuh"
