@@ -81,8 +81,8 @@ def repack_experts(run: Run, weight: PackedExperts, here: Device) -> tuple[Array
         run(layout.pack(here), {**tensors, "out": part})
         out[expert] = part
     scales = np.abs(weight.scales.astype(np.float64))
-    exponent, is_wide, is_even = scale_range(scales.max(), scales[scales > 0].min(), 15)
-    return out, form._replace(layout=FRAGMENTS, scale_exponent=exponent, wide_scales=is_wide, even_scales=is_even)
+    exponent, is_wide = scale_range(scales.max(), scales[scales > 0].min(), 15)
+    return out, form._replace(layout=FRAGMENTS, scale_exponent=exponent, wide_scales=is_wide)
 
 
 def run_steps(run: Run, steps: Steps, buffers: dict[str, Any], here: Device) -> None:

@@ -89,7 +89,7 @@ def check_product(
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_any_product(backend: str, data: st.DataObject) -> None:
     """Every group size, zeros, dtype and epilogue; experts without rows; K that ends within a weight tile."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -109,7 +109,6 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         block=data.draw(st.sampled_from([8, 16, 32, 48, 64])),
-        even_scales=data.draw(st.booleans()),
         top_k=top_k,
         x_divisor=data.draw(st.sampled_from([1, top_k])) if rows != "tokens" else 1,
         activation=data.draw(st.sampled_from(["silu", "gelu"])) if gated else None,
@@ -201,8 +200,7 @@ def make_layer(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("arch", [60, 80, 90])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("arch", "dtype"), [(60, "bfloat16"), (80, "float16"), (90, "bfloat16")])
 def test_layer(backend: str, arch: int, dtype: str) -> None:
     """Every way to compute a layer gives the sum over the experts, also with ids of no expert."""
     rng, here, run = np.random.default_rng(arch), replace(facts(arch, backend), sm_count=3), runner(backend)

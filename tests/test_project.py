@@ -35,8 +35,8 @@ PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
     "__init__ atomic sandbox activation check_scalar overlap check array_types packing weight block_weight reference"
-    " block_check block_reference expert_check expert_reference checkpoint runtime kernels ops quantization quantizer linear loader saver llm serve"
-    " tools __main__"
+    " block_check block_reference expert_check expert_reference checkpoint runtime kernels ops quantization"
+    " quantizer linear loader saver llm serve tools __main__"
 ).split()
 """The layers, the lowest first. A module imports from its own layer and from lower ones.
 

@@ -41,8 +41,7 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
 using Kernel = GemmMmaFragments<Config>;
 
 // Where a CTA stores the rows of one expert.
-template <class C>
-struct ExpertOutput {
+template <class C> struct ExpertOutput {
   using T = typename C::T;
 
   Epilogue<T, C> epilogue;

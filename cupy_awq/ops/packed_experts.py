@@ -146,10 +146,10 @@ def _repack(
             launch(plan, parts, index)
         # Kernels may read the weights before the preceding kernel finishes (PDL); this copy to the host synchronizes.
         magnitudes = scales.get().view(np.uint16) & 0x7FFF
-    exponent, is_wide, is_even = scale_range(
+    exponent, is_wide = scale_range(
         *extreme_scales(magnitudes, scales.dtype), 15 if scales.dtype == np.float16 else 127
     )
-    return out, form._replace(layout=FRAGMENTS, scale_exponent=exponent, wide_scales=is_wide, even_scales=is_even)
+    return out, form._replace(layout=FRAGMENTS, scale_exponent=exponent, wide_scales=is_wide)
 
 
 def extreme_scales(magnitudes: np.ndarray, dtype: np.dtype[np.generic]) -> tuple[float, float]:

@@ -72,6 +72,7 @@ DEFAULT = Names(
         "attn_output": "self_attn.o_proj",
         **{f"ffn_{p}": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
         "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
     },
     experts={f"ffn_{p}_exps": f"mlp.experts.{{}}.{p}_proj" for p in ("gate", "up", "down")},

@@ -15,7 +15,7 @@ from cupy_awq.kernels.experts.problem import (
     count_blocks,
     expected_blocks,
 )
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.kernels.hopper import RESERVED_BYTES, SCHEDULERS, p_norm
@@ -272,16 +272,4 @@ def estimate_us(config: ExpertGemmConfig, problem: ExpertProduct, device: Device
     return COSTS.launch_us + p_norm((sm_us, waves * work_us, memory_us), COSTS.norm)
 
 
-class ExpertGemm(Family[ExpertProduct, ExpertGemmConfig]):
-    """The family ``expert_gemm``."""
-
-    NAME = NAME
-    needs = NEEDS
-    layout = FRAGMENTS
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-EXPERT_GEMM = ExpertGemm()
+EXPERT_GEMM = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS)

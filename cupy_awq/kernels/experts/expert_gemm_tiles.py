@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks, expected_blocks, expected_touched
-from cupy_awq.kernels.family import Family
+from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.gemm.fragments import fragment_refusal
 from cupy_awq.kernels.gemm.gemm_mma_fragments import (
     COSTS,
@@ -144,16 +144,4 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
     return rates.launch_us + waves_us(tiles, config.ctas_per_sm, work, device)
 
 
-class ExpertGemmTiles(Family[ExpertProduct, GemmFragmentsConfig]):
-    """The family ``expert_gemm_tiles``."""
-
-    NAME = NAME
-    needs = NEEDS
-    layout = FRAGMENTS
-    refusal = staticmethod(refusal)
-    configs = staticmethod(configs)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-
-EXPERT_GEMM_TILES = ExpertGemmTiles()
+EXPERT_GEMM_TILES = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS)

@@ -39,7 +39,6 @@ class ExpertForm(NamedTuple):
     layout: str = AWQ
     scale_exponent: int = 0
     wide_scales: bool = False
-    even_scales: bool = False
 
     def product(self, dtype: str, pairs: int, top_k: int, activation: Activation) -> ExpertProduct:
         """Return the product of ``pairs`` pairs in the order of the tokens."""
@@ -60,7 +59,6 @@ class ExpertForm(NamedTuple):
             layout=self.layout,
             scale_exponent=self.scale_exponent,
             wide_scales=self.wide_scales,
-            even_scales=self.even_scales,
         )
 
 

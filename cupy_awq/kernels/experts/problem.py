@@ -77,7 +77,7 @@ class ExpertProduct(KernelProblem):
         row_weights: whether rows are multiplied by the router's weights.
         reads_ahead: whether routing and weights may be read before the preceding kernel finishes (PDL).
         layout: name of the layout of the weights.
-        scale_exponent, wide_scales, even_scales: as in `cupy_awq.kernels.gemm.problem.Problem`, for
+        scale_exponent, wide_scales: as in `cupy_awq.kernels.gemm.problem.Problem`, for
             all experts together.
         shared: with "tokens", whether the result of a shared expert is added to y.
         ldx, ldy, ld_shared: row strides of x, y and the shared expert's result in elements; 0 for contiguous arrays.
@@ -104,7 +104,6 @@ class ExpertProduct(KernelProblem):
     layout: str = AWQ
     scale_exponent: int = 0
     wide_scales: bool = False
-    even_scales: bool = False
     shared: bool = False
     ldx: int = 0
     ldy: int = 0
@@ -168,7 +167,6 @@ class ExpertProduct(KernelProblem):
             layouts=(self.layout,),
             scale_exponent=self.scale_exponent,
             wide_scales=self.wide_scales,
-            even_scales=self.even_scales,
         )
 
     @property

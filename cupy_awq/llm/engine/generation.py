@@ -7,8 +7,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from cupy_awq.llm.engine.request import Delta, Request, TokenChoice
 from cupy_awq.llm.completion import Completion
+from cupy_awq.llm.engine.request import Delta, Request, TokenChoice
 
 
 class Generation:

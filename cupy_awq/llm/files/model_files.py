@@ -97,6 +97,8 @@ class ModelFiles:
             value = self._read(name)
         if isinstance(value, Module):
             raise CheckpointError(f"{self.path}: {name}: expected a plain tensor, got a quantized layer")
+        if shape == (1, *value.shape):  # GGUF has a vector for a matrix of one row
+            value = value[None]
         if value.shape != shape:
             raise CheckpointError(f"{self.path}: {name}: expected shape {shape}, got {value.shape}")
         if value.dtype.kind not in "fV":  # bfloat16 has kind V
