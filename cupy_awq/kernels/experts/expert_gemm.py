@@ -137,7 +137,7 @@ class Warps(NamedTuple):
 FEW_ROWS = Warps(2, 1, 8, 2), Warps(2, 1, 4, 4), Warps(1, 1, 8, 2), Warps(2, 2, 4, 2), Warps(2, 1, 2, 8)
 LAYOUTS = {
     8: FEW_ROWS,
-    16: (Warps(2, 1, 8, 2), Warps(2, 2, 4, 2), Warps(2, 4, 2, 2), Warps(2, 2, 2, 4)),
+    16: (Warps(2, 2, 4, 2), Warps(2, 4, 2, 2), Warps(2, 2, 2, 4)),
 }
 """The layouts of the warps to try, by the height of the unit."""
 
