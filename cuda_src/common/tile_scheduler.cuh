@@ -46,8 +46,8 @@ __device__ __forceinline__ constexpr auto slice_begin(Units units, Index index, 
   return units * index / slices;
 }
 
-// The unit of a cluster of kClusterSize CTAs: tile() in a grid of (n_blocks * kClusterSize, m_blocks) CTAs, whose
-// clusters share a tile; or, in a kernel that may also be persistent, `unit` as in PersistentTileScheduler.
+// The tile scheduler of a cluster of kClusterSize CTAs that computes one tile: tile() if the grid is (n_blocks *
+// kClusterSize, m_blocks) CTAs. A kernel that may also be persistent uses `unit`, as with PersistentTileScheduler.
 template <int kClusterSize> struct StaticTileScheduler {
   int unit;
   bool valid = true;

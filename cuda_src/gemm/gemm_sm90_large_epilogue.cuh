@@ -70,7 +70,8 @@ __device__ __forceinline__ uint32_t* unit_counter(const typename C::Scheduler& s
   return counters + scheduler.unit * C::kCluster + cluster_rank<C::kCluster>();
 }
 
-// Returns the index of the first partial sum of a warpgroup of this rank's CTA in a cluster.
+// Returns the index of the first partial sum of a warpgroup, in the CTA of cluster `cluster_idx` that has this CTA's
+// rank.
 template <class C> __device__ __forceinline__ int64_t partial_sums(int cluster_idx, int warpgroup) {
   const int cta = cluster_idx * C::kCluster + cluster_rank<C::kCluster>();
   return static_cast<int64_t>(cta * C::kWarpgroups + warpgroup) * C::kWarpgroupSums;
@@ -198,7 +199,8 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const typename C::Ac
   auto tile_row = [&](int chunk, int pass) { return chunk * C::kStoreRows + (pass * 128 + thread) / (C::kStoreN / 8); };
   auto row = [&](int chunk, int pass) { return row_begin + tile_row(chunk, pass); };
   auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (C::kStoreN / 8) * 8; };
-  // The first rows may belong to the preceding tile, which stores these rows (tma.cuh).
+  // The last tile begins early enough to end with the last row, so its first rows may belong to the preceding tile,
+  // which stores them.
   auto is_stored = [&](int chunk, int pass) {
     return row(chunk, pass) >= tile.m_block * C::kBlockM && row(chunk, pass) < m && column(pass) < n_out &&
            (C::kBlockM % C::kStoreRows == 0 || tile_row(chunk, pass) < C::kBlockM);

@@ -110,7 +110,8 @@ template <class Host> struct GemmSm90Raw : Host {
   };
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
 
-  // How the accumulators of the warps are summed (cluster_reduction.cuh): CTA 0 owns all rows.
+  // The layout of the accumulators, for send_partial_sums and add_all (cluster_reduction.cuh): each warp is a consumer,
+  // and CTA 0 owns all rows.
   struct Sums : RowMajorSums<kBlockN, kSumStride> {
     static constexpr int kConsumers = Host::kWarps, kConsumerFloats = kWarpFloats, kSplitK = Host::kSplitK;
     static constexpr int kReceivedFloats = kTileFloats;

@@ -79,7 +79,7 @@ template <class Host> struct GemmSm90 : Host {
   static constexpr int kConsumerFloats = Host::kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
   static constexpr int kReceivedFloats =
       kOwnedRows / (2 * ReceivedBlocks::kRowPairs) * (kBlockN / 16) * ReceivedBlocks::kFloats;
-  // How the accumulators are summed (cluster_reduction.cuh).
+  // The layout of the accumulators, for send_partial_sums and add_all (cluster_reduction.cuh).
   struct Sums {
     using Consumer = ConsumerBlocks;
     using Received = ReceivedBlocks;

@@ -67,7 +67,7 @@ template <class Host> struct GemmW4A8Sm90 : Host {
   };
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
 
-  // How the accumulators are summed (cluster_reduction.cuh).
+  // The layout of the accumulators, for send_partial_sums and add_all (cluster_reduction.cuh).
   struct Sums : RowMajorSums<kBlockN, kRowFloats> {
     static constexpr int kConsumers = Host::kConsumers;
     static constexpr int kConsumerFloats = Host::kBlockM * kRowFloats;

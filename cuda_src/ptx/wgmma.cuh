@@ -100,8 +100,8 @@ template <unsigned STRIDE = 1024> __device__ __forceinline__ unsigned long long 
 #define WGMMA_TEXT_256 WGMMA_TEXT_248 ", %124, %125, %126, %127"
 #define WGMMA_LIST_256 WGMMA_LIST_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// Defines wgmma.mma_async.m64nNk16: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators. The operands after
-// d have the numbers A0 .. A3 (a), B (b) and P (ACCUMULATE).
+// Defines wgmma.mma_async.m64nNk16: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators. A0 .. A3, B and
+// P are the operand numbers of a, b and ACCUMULATE in the asm statement, where the operands of d come first.
 #define WGMMA(NAME, TYPE, N, A0, A1, A2, A3, B, P) \
   template <bool ACCUMULATE> \
   __device__ __forceinline__ void NAME(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b) { \

@@ -12,7 +12,7 @@
 namespace ptx {
 
 // clang-format off
-// The accumulators of a wgmma among the operands of an asm statement, N / 2 accumulators with the constraint C.
+// WGMMA_D_N(C) lists the N / 2 accumulators of a wgmma as operands of an asm statement, each with the constraint C.
 #define WGMMA_4(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define WGMMA_D_8(C) WGMMA_4(C, 0)
 #define WGMMA_D_16(C) WGMMA_D_8(C), WGMMA_4(C, 4)
@@ -31,8 +31,8 @@ namespace ptx {
 #define WGMMA_D_120(C) WGMMA_D_112(C), WGMMA_4(C, 56)
 #define WGMMA_D_128(C) WGMMA_D_120(C), WGMMA_4(C, 60)
 
-// Defines wgmma.mma_async.m64nNk32: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators. The operands after
-// d have the numbers A0 .. A3 (a), B (b) and P (ACCUMULATE).
+// Defines wgmma.mma_async.m64nNk32: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators. A0 .. A3, B and
+// P are the operand numbers of a, b and ACCUMULATE in the asm statement, where the operands of d come first.
 #define WGMMA_8BIT(NAME, T, C, TYPES, SIGNS, N, A0, A1, A2, A3, B, P) \
   template <bool ACCUMULATE> \
   __device__ __forceinline__ void NAME(T (&d)[N / 2], const unsigned (&a)[4], unsigned long long b) { \

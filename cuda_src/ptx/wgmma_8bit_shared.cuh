@@ -14,7 +14,7 @@ namespace ptx {
 
 // clang-format off
 // Defines wgmma.mma_async.m64nNk32: NAME_first, d = a * b, and NAME, d += a * b, where d has N / 2 accumulators with
-// the constraint R ("r" or "f"). The operands after d have the numbers A and B.
+// the constraint R ("r" or "f"). A and B are the operand numbers of a and b in the asm statement, after those of d.
 #define WGMMA_8BIT_SHARED(NAME, T, R, TYPES, SIGNS, N, A, B) \
   __device__ __forceinline__ void NAME##_first(T (&d)[N / 2], unsigned long long a, unsigned long long b) { \
     asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;" \

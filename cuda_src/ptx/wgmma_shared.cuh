@@ -10,8 +10,8 @@
 namespace ptx {
 
 // clang-format off
-// wgmma.mma_async.m64nNk16: computes d += a * b, where d has N / 2 accumulators. A and B are the numbers of the two
-// descriptors, which follow the accumulators.
+// Defines wgmma.mma_async.m64nNk16: d += a * b, where d has N / 2 accumulators. A and B are the operand numbers of a
+// and b in the asm statement, where the operands of d come first.
 #define WGMMA(TYPE, N, A, B) \
   __device__ __forceinline__ void wgmma_##TYPE(float (&d)[N / 2], unsigned long long a, unsigned long long b) { \
     asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \

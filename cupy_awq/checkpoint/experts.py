@@ -134,7 +134,7 @@ def stack(
         middles = [
             name[len(prefix) : -len(suffix)] for name in contents if name.startswith(prefix) and name.endswith(suffix)
         ]
-        # An index of more digits exceeds every limit, and its conversion to an integer can take long.
+        # 20 digits suffice: more exceed every limit too, and can take long to convert to an integer.
         indices = (int(middle[:20]) for middle in middles if middle.isascii() and middle.isdigit())
         count = 1 + max(indices, default=0)
     check_count(count, f"module {layer!r:.200}")

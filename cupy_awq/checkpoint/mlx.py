@@ -110,8 +110,8 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
     dense = np.empty((n, groups, k // groups), scales.dtype)
     for rows in (slice(start, start + max(1, CHUNK // k)) for start in range(0, n, max(1, CHUNK // k))):
         codes = _unpack(weight[rows], bits)
-        # The product is exact in float64, and so is the sum in float16. In bfloat16, the sum can lose an offset below
-        # 2**-53 of the product, which matters only where the product is halfway between two bfloat16 values.
+        # Code * scale is exact in float64. So is the sum if scales and biases are float16. With bfloat16, it can lose a
+        # bias below 2**-53 of the product, which matters only for a product halfway between two bfloat16 values.
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
         values *= scales[rows, :, None].astype(np.float64)
         values += biases[rows, :, None].astype(np.float64)

@@ -325,7 +325,7 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
 
 
 def _has_label(m: int, candidate: Candidate, entry: TunedConfig) -> bool:
-    """Return whether a tuned label denotes a candidate; ``block_m`` may differ if one tile holds all rows."""
+    """Return whether ``entry.label`` denotes a candidate; at another small M also with ``block_m`` rounded up."""
     if m == entry.m or m > ONE_TILE_M:
         return candidate.label == entry.label
     return entry.label in candidate.family.labels(candidate.config)

@@ -221,7 +221,7 @@ def linear_fp8(
 
 
 def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """Convert a weight for a layer with this ``x_dtype``. Raises the same errors as `check_layer`."""
+    """Convert a weight for a layer that quantizes x to ``x_dtype``. Raises the same errors as `check_layer`."""
     with placement.use_device(weight.spec.device):
         block_weight = from_packed(weight)
     check_layer(block_weight, activation, x_dtype)

@@ -51,7 +51,7 @@ def read(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in this context for ``folder``, which is created if missing; not on Windows.
+    """Hold an exclusive lock between processes on ``folder``, which is created if missing; no lock on Windows.
 
     Raises:
         OSError: the folder cannot be created.

@@ -42,7 +42,7 @@ class Protocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the deadline."""
+        """Cancel the deadline for the headers of a request."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)

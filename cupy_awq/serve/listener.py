@@ -47,7 +47,7 @@ class Listener(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server ends."""
+        """Return whether the server shuts down, which it also does after an error of the engine."""
         return await super().on_tick(counter) or self._engine.error is not None
 
     async def shutdown(self, sockets: Any = None) -> None:

@@ -45,7 +45,7 @@ class Reply:
         self._offsets: dict[int, int] = {}
 
     def whole(self, deltas: Sequence[tuple[int, Delta]], generations: Sequence[Generation]) -> dict[str, Any]:
-        """Return the reply of completions whose deltas, with the indices of their prompts, are all known."""
+        """Return the reply without streaming, from all (index of the prompt, delta) pairs in order."""
         joined = {i * self.n + choice: Delta(choice) for i in range(len(self.prompts)) for choice in range(self.n)}
         for i, delta in deltas:
             one = joined[i * self.n + delta.choice]
@@ -65,7 +65,7 @@ class Reply:
         return self._frame(kind, choices) | {"usage": usage(generations)}
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """Return the chunk of a delta of the completion of a prompt."""
+        """Return the chunk that streams one delta of a completion; ``prompt`` is the index of its prompt."""
         index = prompt * self.n + delta.choice
         is_first = index not in self._begun
         self._begun.add(index)

@@ -65,7 +65,7 @@ def parse_count(text: str) -> int:
 
 
 def check_operation(args: argparse.Namespace, command: str) -> str:
-    """Return the operation; raise ValueError for options that are not for this operation."""
+    """Return the operation that ``--op`` selects; raise ValueError if an option of another operation is given."""
     op: str = args.op or "gemm"
     others = ("group_size", "dtype") if op == "conv2d" else ("image", "window")
     only_gemm = () if op == "gemm" else ("kernel", "plan", "batch_invariant", "layer", "order")
@@ -74,7 +74,7 @@ def check_operation(args: argparse.Namespace, command: str) -> str:
 
 
 def refuse(args: argparse.Namespace, case: str, *names: str) -> None:
-    """Raise ValueError if an option with one of these names is given; ignore names that the command does not have."""
+    """Raise ValueError if an option of ``names`` is given; ignore names that the command does not have."""
     values = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
     given = [option for option, value in values.items() if value is not None and value is not False]
     if given:

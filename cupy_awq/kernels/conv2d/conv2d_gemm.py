@@ -79,7 +79,7 @@ def refusal(problem: Convolution, device: Device) -> str | None:
         return "needs y in NHWC with pixels at multiples of 16 bytes"
     if sizes.pixels < ROUNDED_MIN_M:
         return f"needs {ROUNDED_MIN_M} pixels of y, not {sizes.pixels}"
-    # AwqLinear cannot repack offsets; `_repacked` can.
+    # The layout refuses float offsets because the kernel `repack` does not support them; `_repacked` does.
     return replace(FragmentLayout.of(gemm_problem(problem)), zeros="symmetric").refusal()
 
 
@@ -124,9 +124,9 @@ def _repacked(weight: BlockQuantizedWeight, layout: FragmentLayout, dtype: np.dt
     columns, k_tiles = layout.tile_columns, layout.k_tiles
     padded = xp.zeros((columns * WEIGHT_TILE_N, k_tiles * WEIGHT_TILE_K), np.uint8)
     padded[: layout.n, : layout.k] = weight.codes.reshape(layout.n, layout.k)
-    # The axes are (tile column, 16 columns, column half, g, k tile, k64, k16, k half, t, pair). The order is
-    # [tile column, k tile, k64, 16 columns, g, t, k16][pair, k half, column half]; the last three axes are the nibbles
-    # of a word, lowest first.
+    # The axes are (tile column, 16 columns, column half, g, k tile, k64, k16, k half, t, pair), for lane 4 g + t of an
+    # mma. The order is [tile column, k tile, k64, 16 columns, g, t, k16][pair, k half, column half]; the last three
+    # axes are the nibbles of a word, lowest first.
     axes = padded.reshape(columns, 2, 2, 8, k_tiles, 2, 4, 2, 4, 2)
     nibbles = axes.transpose(0, 4, 5, 1, 3, 8, 6, 9, 7, 2).reshape(columns, k_tiles, -1, 2)
     parts = [nibbles[..., 0] | nibbles[..., 1] << np.uint8(4)]
@@ -140,7 +140,7 @@ def _repacked(weight: BlockQuantizedWeight, layout: FragmentLayout, dtype: np.dt
     for index, a in enumerate(parameters):
         values[index, : layout.n, :inside] = a.take(xp.asarray(first[:inside]), axis=1)
     # From (parameter, tile column, 16 columns, column half, g, k tile, group) to [tile column, k tile, group,
-    # 16 columns, parameter, g, column half].
+    # 16 columns, parameter, g, column half], where g = lane / 4.
     groups = values.reshape(len(parameters), columns, 2, 2, 8, k_tiles, layout.groups).transpose(1, 5, 6, 2, 0, 4, 3)
     parts.append(xp.ascontiguousarray(groups).view(np.uint8).reshape(columns, k_tiles, -1))
     return xp.ascontiguousarray(xp.concatenate(parts, axis=2)).reshape(-1)

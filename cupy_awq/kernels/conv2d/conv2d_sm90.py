@@ -168,8 +168,8 @@ def _codes(weight: BlockQuantizedWeight) -> Array:
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
     padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), np.uint8)
     padded[:co, :, :ci] = weight.codes.reshape(co, kh * kw, ci)
-    # The axes are (tile, warp, row half, g, tap, chunk, k16, k half, t, pair), where g and t are the row and column
-    # groups of an mma fragment and "chunk" is 64 channels.
+    # The axes are (tile, warp, row half, g, tap, chunk, k16, k half, t, pair), for lane 4 g + t of an mma; a
+    # chunk is 64 channels.
     axes = padded.reshape(tiles, 4, 2, 8, kh * kw, chunks, 4, 2, 4, 2)
     if weight.bits == 4:
         # The order is [chunk, tap, tile, warp, g, t, k16][pair, k half, row half]; the last three axes are the nibbles

@@ -224,7 +224,7 @@ def _heights(m: int, math: Math, most: int) -> list[int]:
 
 
 class Layout(NamedTuple):
-    """The fields of `GemmFragmentsConfig` with these names, but ``ctas_per_sm`` is the largest number to try."""
+    """The arrangement of a CTA's warps, as in `GemmFragmentsConfig`; ``ctas_per_sm`` is the largest number to try."""
 
     weight_tiles: int
     warps_n: int

@@ -164,8 +164,8 @@ class FragmentLayout(WeightLayout):
         for i in range(8):
             odd, column, upper = i % 2, i // 2 % 2, i // 4
             nibbles = (words >> (16 * odd + 4 * column + 8 * upper)) & 15
-            # Transpose [n, k, k64, half, g, t, k16] to [k, k64, k16, upper, t, odd, n, half, column, g], where i
-            # determines upper, odd and column.
+            # Transpose [n, k, k64, half, g, t, k16] to [k, k64, k16, upper, t, odd, n, half, column, g], for
+            # lane 4 g + t of a warp, where i determines upper, odd and column.
             codes[:, :, :, upper, :, odd, :, :, column] = nibbles.transpose(1, 2, 6, 5, 0, 3, 4)
         flat = codes.reshape(self.k_tiles * WEIGHT_TILE_K, self.tile_columns * WEIGHT_TILE_N)
 

@@ -301,7 +301,7 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
     for part, values in zip(parameters[1:], rows[1:], strict=True):
         part[(xp.minimum(begins[:, 0] + block_size, k) - 1) // span, :n] = values
     # Transpose [parameter][stage, block][tile, warp, row half, g] to [tile][stage][block][parameter][warp][g][row
-    # half].
+    # half], where g = lane / 4.
     parameters = parameters.reshape(len(rows), stages, blocks, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
     return xp.ascontiguousarray(parameters).reshape(tiles, stages, -1)
 

@@ -178,7 +178,7 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
         for block_m, consumers, k_tiles, share_x, offset_tiles in itertools.product(
             heights, (1, 2, 3, 4), (1, 2), (1, 2), (False, True)
         ):
-            # Beside tiles of offsets, sharing the copies of x costs up to 26% of the time.
+            # With tiles of offsets, CTAs that share copies of x are up to 26% slower.
             if offset_tiles and (k_tiles > 1 or share_x > 1 or not has_offset_tiles):
                 continue
             if share_x > 1 and (block_m < 64 or block_m % 16 or share_x * split_k > 8):
@@ -338,13 +338,13 @@ def prepare_weight(weight: BlockQuantizedWeight, config: GemmW4A8Config, problem
 
 
 def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
-    """Return the weight tiles, uint8 [ceil(N / 64), ceil(K / 128), bytes of a tile]."""
+    """Return the weight tiles, uint8 [ceil(N / 64), ceil(K / 128), bytes]: codes, scales and zero points."""
     n, _, _, k = weight.shape
     xp = namespace(weight.stored)
     columns, k_tiles = ceil_div(n, TILE_N), ceil_div(k, BLOCK_K)
     codes = xp.zeros((columns * TILE_N, k_tiles * BLOCK_K), np.uint8)
     codes[:n, :k] = weight.codes.reshape(n, k)
-    # [tile][warp][column half][g][k tile][k64][k32][nibble][t][byte]
+    # [tile][warp][column half][g][k tile][k64][k32][nibble][t][byte], for lane 4 g + t of a warp
     codes = codes.reshape(columns, 4, 2, 8, k_tiles, 2, 2, 2, 4, 4)
     words = codes[:, :, :, :, :, :, :, 0] | codes[:, :, :, :, :, :, :, 1] << np.uint8(4)
     words = words.transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)  # [tile][k tile][k64][warp][g][t][k32][column half][byte]
@@ -389,7 +389,7 @@ def _offset_tiles(weight: BlockQuantizedWeight) -> Array:
     blocks = xp.minimum(xp.arange(k_tiles) * BLOCK_K // weight.block_size, weight.blocks - 1)
     offsets = xp.zeros((columns * TILE_N, tiles * OFFSET_TILE_GROUPS), np.float16)
     offsets[:n, :k_tiles] = (_offsets(weight) / _units(weight)[1]).astype(np.float16).take(blocks, axis=1)
-    # [tile][warp][column half][g][offset tile][k16][k half][t][pair]
+    # [tile][warp][column half][g][offset tile][k16][k half][t][pair], for lane 4 g + t of a warp
     offsets = offsets.reshape(columns, 4, 2, 8, tiles, 2, 2, 4, 2).transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
     return xp.ascontiguousarray(offsets).reshape(columns, tiles, -1)
 

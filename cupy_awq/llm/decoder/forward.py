@@ -100,7 +100,7 @@ class LayerWeights(Protocol):
         ...
 
     def column_order(self, linear: LinearSpec) -> ColumnOrder | None:
-        """Return the same order on the device."""
+        """Return the activation order of a linear layer on the device, or None."""
         ...
 
 

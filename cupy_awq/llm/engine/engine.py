@@ -369,7 +369,7 @@ class Engine:
             self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Release what a sequence has."""
+        """Remove a sequence from all tables and release its blocks, and its request if it has no other sequence."""
         generation = self._rows.pop(sequence).generation
         self._samplers.pop(sequence, None)
         self._scheduler.remove(sequence)

@@ -35,7 +35,7 @@ FILE_FIELDS = ("general.alignment", "general.file_type")
 
 
 class Converted(NamedTuple):
-    """The roundings of a conversion."""
+    """The result of `convert`: how it rounded weights, and the errors that this added."""
 
     roundings: dict[str, int]
     """The roundings of reading the source, as in `checkpoint.Summary.roundings`."""
