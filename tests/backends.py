@@ -37,7 +37,7 @@ def sample(configs: Sequence[Any], backend: str, step: int, first: int) -> Seque
 
 
 def runner(backend: str) -> Run:
-    """Return a function that runs a launch plan on NumPy arrays in place, on the back end of this name."""
+    """Return a function that runs a launch plan on NumPy arrays in place, on the given back end."""
     if backend == "gpu":
         return on_gpu
     return lambda plan, buffers: simt.run(plan, buffers, landing=backend)

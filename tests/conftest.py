@@ -205,7 +205,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add the counts of a worker that has ended to the totals."""
+    """Add the launches of a finished worker to the total; every worker deselects the same tests, counted once."""
     output = getattr(node, "workeroutput", {})
     launches.update({tuple(kernel): count for kernel, count in output.get("launches", ())})
     deselected.update(Counter(output.get("deselected", {})) - deselected)

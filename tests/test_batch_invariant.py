@@ -89,7 +89,7 @@ class Product:
         self._problem, self._run, self._here, self._n_out = problem, run, here, n_out
 
     def rows(self, rows: list[int], choice: select.Choice | None = None) -> np.ndarray:
-        """Return the bits of y for these rows in this order, by default with the kernel that `choose` returns."""
+        """Return the bits of y for a batch of the given rows of x, by default with the kernel that `choose` returns."""
         x = self.x[rows]
         problem = padded(replace(self._problem, m=len(rows)), WHOLE)
         chosen = choice or select.choose(problem, self._here)
@@ -105,7 +105,7 @@ class Product:
 
 
 def _whole(a: np.ndarray) -> np.ndarray:
-    """Return the same matrix with rows that are aligned to 16 bytes."""
+    """Return a copy whose rows are aligned to 16 bytes."""
     return strided(a, -a.shape[1] % (16 // a.itemsize))
 
 
@@ -260,7 +260,7 @@ def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dty
 
 
 def check_rows(multiply: Callable[[Any], Any], x: Any, sizes: Iterable[int], rng: np.random.Generator) -> Any:
-    """Check that rows of x, in batches of these sizes, have the bits of the whole product; return the product."""
+    """Check that rows of x, in batches of ``sizes`` rows, have the same bits as in the whole product; return it."""
     whole = multiply(x)
     wanted = bits(whole)
     for m in sizes:

@@ -82,7 +82,7 @@ def test_modules_of_the_original_packers_dequantize_exactly(tmp_path: Path, numb
 
 
 def assert_reads(tensors: dict[str, Array], config: dict[str, Any], wanted: Array, key: str = "m") -> Module:
-    """Check that a folder with this module gives this dense weight, and that the module's spec is right."""
+    """Check the dense weight and the spec that a folder with ``tensors`` of one module gives; return the module."""
     with tempfile.TemporaryDirectory() as folder:
         path = save_folder(Path(folder), {f"m.{name}": array for name, array in tensors.items()}, config)
         contents = read(path)

@@ -51,7 +51,7 @@ def make_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Ca
 
 
 def visible_files(folder: Path) -> dict[str, bytes]:
-    """Return all files but those that a user may delete."""
+    """Return all files by name, except temporary ones that an interrupted write has left behind."""
     return {name: data for name, data in all_files(folder).items() if atomic.SUFFIX not in name}
 
 

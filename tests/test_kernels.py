@@ -39,7 +39,7 @@ def facts(arch: int, backend: str) -> device.Device:
 
 
 def strided(a: np.ndarray, extra: int) -> np.ndarray:
-    """Return the same matrix with ``extra`` elements between its rows, all of them NaN or 255."""
+    """Return a copy with ``extra`` elements between its rows, all of them NaN or 255."""
     wide = np.full((a.shape[0], a.shape[1] + extra), 255 if a.dtype.kind in "iu" else np.nan, a.dtype)
     wide[:, : a.shape[1]] = a
     return wide[:, : a.shape[1]]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of users of other projects: whole models whose most likely next token is given, from file to text."""
+"""Tests of bugs that users of other projects reported, from a model's file to the generated text.
+
+The weights of a model determine the next token of each token, so the right text is known.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def chain_folder(
     settings: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """Write a Hugging Face folder of such a model."""
+    """Write a Hugging Face folder with the model of `chain_tensors`."""
     folder.mkdir()
     save_file(chain_tensors(following), folder / "model.safetensors")
     table = {**llm_models.LLAMA, "hidden_size": VOCAB, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -74,7 +77,7 @@ def chain_folder(
 def chain_gguf(
     path: Path, tokens: list[str], types: list[int], following: Mapping[int, int], pre: str, ids: Mapping[str, int]
 ) -> Path:
-    """Write a GGUF file of such a model with a byte-level tokenizer; ``ids`` are special tokens such as "eos"."""
+    """Write `chain_tensors` and a byte-level tokenizer as a GGUF file; ``ids`` are special tokens such as "eos"."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(VOCAB)

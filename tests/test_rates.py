@@ -108,7 +108,7 @@ def _attributes(sm_count: int, **others: int) -> dict[str, int]:
 
 
 def _found(monkeypatch: pytest.MonkeyPatch, name: str, arch: str, attributes: dict[str, int]) -> device.Device:
-    """Return the properties of the GPU that a driver with these attributes reports."""
+    """Return the properties of a GPU of the given name and architecture whose driver reports ``attributes``."""
     cupy = pytest.importorskip("cupy")
     gpu = SimpleNamespace(attributes=attributes, compute_capability=arch)
     monkeypatch.setattr(cupy.cuda, "Device", lambda index: gpu)

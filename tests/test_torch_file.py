@@ -36,7 +36,7 @@ STORAGE = bytes(range(32))
 
 
 def file(path: Path, value: Any, **entries: bytes) -> Path:
-    """Write a file with this pickle, or with these bytes in its place, and a storage of 32 bytes."""
+    """Write a file of torch.save with the pickle of ``value``, or ``value`` itself if it is bytes, and STORAGE."""
     text = value if isinstance(value, bytes) else pickled(value)
     return save_zip(path / "m.pt", {"a/data.pkl": text, "a/data/0": STORAGE, **entries})
 

@@ -251,7 +251,7 @@ class Run:
         return Comparison(run)
 
     def measure(self, k: int, n: int, names: list[str], ms: list[int]) -> None:
-        """Measure one shape."""
+        """Measure all peers ``names`` for a weight [K, N] at each M of ``ms``."""
         import cupy
         import torch
 

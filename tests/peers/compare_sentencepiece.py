@@ -62,7 +62,7 @@ def train(text: str, size: int, prefix: bool) -> Any:
 
 
 def describe(processor: Any, prefix: bool) -> dict[str, Any]:
-    """Return the metadata fields of a GGUF file with this tokenizer."""
+    """Return the metadata fields that describe a SentencePiece tokenizer in a GGUF file."""
     ids = range(processor.get_piece_size())
 
     def kind(i: int) -> int:

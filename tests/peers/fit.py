@@ -153,7 +153,7 @@ class Times:
         self.weights = np.exp(-(self.us / self.best - 1) / 0.12) + 0.01
 
     def estimates(self, model: str, costs: Any) -> np.ndarray:
-        """Return the times that one model gives for its kernel with these constants."""
+        """Return the times that a cost model with the constants ``costs`` gives for the rows of its kernel."""
         family = MODELS[model].family
         with with_constants(model, costs):
             return np.array([family.estimate_us(*row) for row in self.rows[self.parts[model]]])
@@ -314,7 +314,7 @@ def show(times: Times, title: str) -> None:
 
 
 def main() -> None:
-    """Fit and print."""
+    """Fit the constants of cost models to measured times; print them, and the errors before and after."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="JSON lines of sweep.py")
     parser.add_argument("--models", nargs="+", choices=MODELS, required=True)

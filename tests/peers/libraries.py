@@ -85,7 +85,7 @@ def load_library(name):
 
 
 def load(names):
-    """Load the libraries that the peers with these names need."""
+    """Load the libraries that the peers ``names`` need."""
     for library, peers in (("vllm_C.so", ("marlin", "machete")), ("fbgemm_genai.so", ("fbgemm",))):
         if set(peers) & set(names):
             load_library(library)

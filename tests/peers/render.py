@@ -172,7 +172,7 @@ def with_bands(readme: str) -> str:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write RESULTS.md and the table of README.md, and with ``--plot`` the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", action="store_true", help="draw h100.png (needs matplotlib)")
     arguments = parser.parse_args()

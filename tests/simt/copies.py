@@ -110,7 +110,7 @@ class AsyncCopies:
             machine.races.finish_write(copy.position, copy.size, copy.lanes, copy.at)
 
     def _move(self, copy: _Copy) -> None:
-        """Copy the bytes: first those of whole words, then those of copies with a shorter source."""
+        """Write the bytes to shared memory; lanes whose source is shorter than ``size`` are read byte by byte."""
         machine, shared = self.machine, self.machine.memory.shared
         words = np.zeros((len(copy.lanes), copy.size // 4), np.uint32)
         whole = copy.taken == copy.size

@@ -124,7 +124,7 @@ class Mbarriers:
             self.machine.wake()
 
     def test(self, address: Array, lanes: Any, phase: Array, parity: bool, at: int) -> Array:
-        """Return whether the phase of this parity (or state) is complete, per thread; such threads acquire it."""
+        """Return per thread whether the phase with the given parity, or state token, is complete; if so, acquire it."""
         machine = self.machine
         done = np.zeros(machine.threads, bool)
         for position, here in self.each(address, lanes, at):

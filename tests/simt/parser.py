@@ -201,7 +201,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _is_scope(parts: list[str]) -> bool:
-    """Return whether a brace at this place delimits a scope, and not a vector or an initializer."""
+    """Return whether a brace after ``parts`` delimits a scope, and not a vector or an initializer."""
     return not parts or bool(_HEADER.search("".join(parts)))
 
 

@@ -286,7 +286,10 @@ class Races:
         return np.zeros((3, self.columns), np.int64)
 
     def cluster_release(self, active: Array, clocks: Array) -> None:
-        """Merge the vector clocks of arriving threads into those of their cluster barriers [3, clusters, columns]."""
+        """Merge the vector clocks of arriving threads into those of their cluster barriers.
+
+        ``clocks`` is [3, clusters, warps per cluster]: three clocks, as in ``known``.
+        """
         warps = np.flatnonzero(self._warps(active))
         for warp in warps:
             cluster = warp // self.columns

@@ -305,7 +305,7 @@ def test_exchange_within_a_warp(name: str) -> None:
 
 
 def exchange(name: str, words: np.ndarray) -> np.ndarray:
-    """Return the result of a shuffle by the text of the PTX ISA, one lane at a time."""
+    """Return the result of ``shfl``, ``vote``, ``match`` or ``redux`` as the PTX ISA defines it, lane by lane."""
     root, *rest = re.split(r"[. ]", name)
     values = [int(word) for word in words[0]]
     lanes = range(32)

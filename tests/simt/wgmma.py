@@ -49,7 +49,7 @@ class Shape:
 
 
 class Warpgroups:
-    """The pending products of all warpgroups."""
+    """The ``wgmma`` state of every warp: reads in progress, number of committed groups, and whether it has fenced."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

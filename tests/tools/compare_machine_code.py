@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the machine code of every kernel in two compile caches, whatever their sources and constants are called.
+"""Compare the machine code of every kernel in two compile caches, independent of names of sources and constants.
 
 Fill one cache from each checkout, with no GPU, then compare:
 

@@ -179,7 +179,7 @@ class _Worker:
 
 
 def run(readers: Sequence[Reader], numbers: Sequence[int], workers: int = 2) -> list[Outcome]:
-    """Return the outcomes of these files of every reader."""
+    """Return the outcomes of every reader for the files ``numbers``."""
     jobs = [(reader, number) for number in numbers for reader in readers]
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:

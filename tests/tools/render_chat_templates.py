@@ -25,7 +25,7 @@ def rendered(template: str, messages: list[dict[str, str]], variables: dict[str,
 
 
 def main() -> None:
-    """Rewrite the file."""
+    """Render all templates and store the texts in their file."""
     table = json.loads(FILE.read_text(encoding="utf-8"))
     chats, variables = table["chats"], table["variables"]
     for entry in [*table["snippets"], *table["templates"]]:
