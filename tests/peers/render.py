@@ -115,7 +115,8 @@ def table(path: Path) -> str:
         return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
     cells = [[shown(value, digits) for value, digits in zip(row, decimals, strict=True)] for row in rows]
-    text = textwrap.fill(f"{data['text']} Measured on {data['gpu']}:", 120, break_on_hyphens=False)
+    measured = f"Measured on {data['gpu']}" if data["gpu"] else "Modelled, not measured"
+    text = textwrap.fill(f"{data['text']} {measured}:", 120, break_on_hyphens=False)
     commands = "\n".join(f"    {command}" for command in data["commands"])
     return f"### {data['title']}\n\n{text}\n\n{commands}\n\n{markdown(data['columns'], cells)}\n"
 
@@ -124,6 +125,7 @@ SECTIONS = {
     "AwqLinear, plan and gemm; other formats": ("calls", "batch_invariant", "formats", "act_order"),
     "W4A8 and W8A8": ("w4a8", "w4a8_linear", "w4a8_1024", "w4a8_blocks_32", "w4a8_few_rows", "w4a8_rows"),
     "Convolution": ("conv2d",),
+    "GPUs without wgmma": ("mma_sync", "modelled"),
     "Language models": ("language_models", "decode", "smollm2", "quantizers", "quantizer_h100"),
     "Checkpoint formats": ("format_writers", "read_back"),
 }
