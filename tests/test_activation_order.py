@@ -259,7 +259,7 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
         layout = FragmentLayout(*weight.shape, weight.group_size)
         out = np.empty(layout.nbytes, np.uint8)
         simt.run(layout.pack(device.nominal(90)), {**dict(zip(AWQ, tensors(weight), strict=True)), "out": out})
-        return RepackedWeight(weight, out, 0, False, False)
+        return RepackedWeight(weight, out, 0, False)
 
     monkeypatch.setattr("cupy_awq.linear.repack", repacked)
     # Products run in NumPy, which needs the AWQ tensors.

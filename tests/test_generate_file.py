@@ -78,7 +78,7 @@ def test_files_that_are_no_prompts_are_refused(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["x", "--input", "a", "--output", "b"], ["--input", "a"], ["x", "--output", "b"]]
+    "arguments", [["x", "--input", "a", "--output", "b"], ["--input", "a"], ["x", "--output", "b"]]
 )
 def test_prompts_come_from_one_place(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(folder), *arguments]) == 2

@@ -67,7 +67,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     fake = FakeGpu(np.zeros(1 << 22, np.uint8))
     functions: dict[Any, int] = {}
-    facts = device.nominal(75)
+    facts = device.nominal(70)
 
     def load(kernel: Any, shared_bytes: int = 0) -> Any:
         return SimpleNamespace(ptr=functions.setdefault(kernel, len(functions) + 1))

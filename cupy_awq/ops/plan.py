@@ -18,13 +18,13 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight, Problem
 from cupy_awq.kernels.hopper import HOPPER
-from cupy_awq.ops.chosen_kernel import ChosenKernel, choose_kernel
 from cupy_awq.ops.gather_columns import ActivationOrder
 from cupy_awq.ops.prepared_gemm import MAX_DISJOINT, PreparedGemm, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
 
 GATHERED_ALIGNMENT = 32
@@ -323,18 +323,21 @@ def _workspace(memory: Array, nbytes: int, index: int) -> Array:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """A GEMM with a `Fusion`: the kernel, and the arrays of the linear layer.
+    """A GEMM with a `Fusion`: the launch plan, and the arrays of the linear layer.
 
     Attributes:
-        kernel: the kernel. Besides ``arrays``, its buffers are x [m, K] and y [m, N] (gated: [m, N/2]), contiguous and
-            of the planned dtype, and the buffers that ``cuda_src/hopper/residual_stream.cuh`` describes.
+        launch: launch plan. Besides ``arrays``, the buffers are x [m, K] and y [m, N] (gated: [m, N/2]), contiguous and
+            of the planned dtype, the buffers that ``cuda_src/hopper/residual_stream.cuh`` describes, and with
+            ``partial_bytes``, partials and counters, which are zero before and after the launch.
         arrays: arrays of the linear layer, by buffer name; None is a null pointer.
         out_features: number of columns of y.
+        partial_bytes: size of the partial sums in bytes; 0 if the kernel needs none.
     """
 
-    kernel: ChosenKernel
+    launch: LaunchPlan
     arrays: Mapping[str, Array | None]
     out_features: int
+    partial_bytes: int
 
 
 def plan_fused(
@@ -350,11 +353,13 @@ def plan_fused(
         return None
     bias_dtype = None if bias is None else bias.dtype.name
     problem = gemm_problem(weight, activation, m, element, bias_dtype=bias_dtype, fusion=fusion)
-    index = weight.spec.device
-    if not _is_supported(problem, device.of(index)):
+    gpu = device.of(weight.spec.device)
+    if not _is_supported(problem, gpu):
         return None
+    choice = select.choose(problem, gpu)
     buffers = {"weight": weight.repacked, "bias": bias, "residual": None}
-    return FusedPlan(choose_kernel(problem, index), buffers, check.out_features(problem.n, activation))
+    partial_bytes = choice.family.workspace(choice.config, problem).partial_bytes
+    return FusedPlan(choice.plan, buffers, check.out_features(problem.n, activation), partial_bytes)
 
 
 @functools.lru_cache(maxsize=1024)

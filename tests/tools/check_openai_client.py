@@ -12,8 +12,6 @@ import json
 import sys
 from typing import Any
 
-import openai
-
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 SCHEMA = {
     "type": "object",
@@ -25,6 +23,8 @@ SCHEMA = {
 
 def main(url: str) -> None:
     """Run all checks."""
+    import openai
+
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     ask = client.chat.completions.create
     base: Any = {"model": client.models.list().data[0].id, "messages": QUESTION, "temperature": 0, "max_tokens": 40}

@@ -141,7 +141,7 @@ class CudaOps(DecoderOps):
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
         self._positions: dict[Projection, Array] = {}  # the inverse activation order, by layer
-        self._attention_counters = workspace.allocate_zeros(4 * MAX_COUNTERS)
+        self._counters = workspace.allocate_zeros(4 * MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
     @property
@@ -348,7 +348,7 @@ class CudaOps(DecoderOps):
             options = {"norm": has_norm, "orders_out": order is not None}
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, eps, **options)
             partials, _ = attention_workspace(plan, spec.head_dim)
-            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
+            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
             positions = None if order is None else order.positions
             self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
             return out
@@ -371,7 +371,10 @@ class CudaOps(DecoderOps):
 
     def _run_fused(self, plan: FusedPlan, x: Array, **buffers: Array | None) -> Array:
         y = self._empty((*x.shape[:-1], plan.out_features))
-        plan.kernel.launch({**plan.arrays, **buffers, "x": x, "y": y})
+        if "partials" in plan.launch.pointers:
+            partials = self._empty((plan.partial_bytes // 4,), np.float32) if plan.partial_bytes else None
+            buffers |= {"partials": partials, "counters": self._counters}
+        self.run(plan.launch, **plan.arrays, **buffers, x=x, y=y)
         return y
 
     def _empty(self, shape: tuple[int, ...], dtype: Any = None) -> cupy.ndarray:
