@@ -32,6 +32,8 @@ NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
 """The capabilities that the kernel needs."""
 BLOCKS = (16, 32, 48, 64, 80, 96, 128)
 """The heights of a unit in rows."""
+GATHERED = 1.14
+"""The time with gathered rows and units of several experts, relative to ``gemm_mma_fragments`` (14 layers, H100)."""
 MAX_X_ELEMENTS = 1 << 31
 """The largest extent of x, whose rows are addressed by 32-bit offsets."""
 
@@ -141,7 +143,7 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
         + problem.activation_bytes / max(1, tiles) / k_tiles,
         COSTS.start * rates.latency_us,
     )
-    return rates.launch_us + waves_us(tiles, config.ctas_per_sm, work, device)
+    return rates.launch_us + GATHERED * waves_us(tiles, config.ctas_per_sm, work, device)
 
 
 EXPERT_GEMM_TILES = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS)
