@@ -289,6 +289,7 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
                 out[s, head] = p / p.sum() @ v[: s + 1, shared]
         h = h + linear(out.reshape(len(ids), -1), f"{at}.self_attn.o_proj")
         x = norm(h, vector(f"{at}.post_attention_layernorm.weight"))
-        h = h + (experts(x, at) if f"{at}.mlp.gate_proj" not in files.tensors else mlp(x, f"{at}.mlp"))
+        is_sparse = hasattr(c.layers[n].feed_forward, "router")
+        h = h + (experts(x, at) if is_sparse else mlp(x, f"{at}.mlp"))
     x = norm(h, vector("model.norm.weight"))
     return x @ (vector("model.embed_tokens.weight").T if c.tied else weight(files, "lm_head"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import struct
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import MODEL_ARCH, get_tensor_name_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import checkpoint, llm, reference
 from cupy_awq.check import BFLOAT16
 from cupy_awq.checkpoint import CheckpointError, Module, model_path
-from cupy_awq.checkpoint.gguf import container, names
+from cupy_awq.checkpoint.gguf import container
 from cupy_awq.llm import ModelFiles
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
@@ -406,68 +404,3 @@ def test_an_ak48_file_without_a_tokenizer_beside_it_is_refused(tmp_path: Path) -
     shutil.copy(path, tmp_path / "alone" / "m.ak48")
     with pytest.raises(CheckpointError, match=r"expected a tokenizer\.json, got none"):
         llm.load(tmp_path / "alone" / "m.ak48", device="cpu")
-
-
-# Mixtures of experts.
-
-
-def change_experts(found: dict[str, np.ndarray], change: str) -> None:
-    """Damage the tensors of a mixture of five experts."""
-    layer = "model.layers.1.mlp"
-    if change == "missing":
-        for part in ("qweight", "scales", "qzeros"):
-            del found[f"{layer}.experts.3.up_proj.{part}"]
-    elif change == "groups":
-        for part in ("scales", "qzeros"):
-            name = f"{layer}.experts.3.up_proj.{part}"
-            found[name] = np.repeat(found[name], 2, axis=0)
-    elif change == "router":
-        found[f"{layer}.gate.weight"] = found[f"{layer}.gate.weight"][:4].copy()
-    else:
-        for part in ("qweight", "scales", "qzeros"):
-            split = [found[f"{layer}.experts.{expert}.up_proj.{part}"] for expert in range(5)]
-            found[f"{layer}.experts.up_proj.{part}"] = np.stack(split)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("missing", r"experts\.3\.up_proj"),
-        ("groups", r"experts\.3\.up_proj': group_size: expected 16 as in"),
-        ("router", r"model\.layers\.1\.mlp\.gate"),
-        ("fused and split", r"experts\.\d\.up_proj"),
-    ],
-)
-def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> None:
-    """An expert is missing or has other groups, the router has another count, or a tensor has two names."""
-    path = llm_models.folder(tmp_path / "m", llm_models.EXPERT_FAMILIES["qwen3_moe"])
-    found = llm_models.tensors(llm_models.EXPERT_FAMILIES["qwen3_moe"])
-    change_experts(found, change)
-    llm_models.save_file(found, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        load_all(llm.read(path))
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
-def test_names_of_experts_are_those_of_the_gguf_package(family: str) -> None:
-    """GGUF has one tensor for all experts."""
-    config = {**llm_models.EXPERT_FAMILIES[family], "mlp_only_layers": []}
-    arch = {"qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE}[family]
-    known = get_tensor_name_map(arch, config["num_hidden_layers"])
-    found = {name.rpartition(".")[0] for name in llm_models.tensors(config)}
-    for name in found:
-        gguf_name, expert = names.DEFAULT.to_gguf(f"{name}.weight")
-        of_all = re.sub(r"\.experts\.\d+", ".experts", name)
-        assert gguf_name == f"{known.get_name(of_all)}.weight"
-        assert (expert is None) == (of_all == name)
-
-
-def test_a_gate_may_be_a_vector(tmp_path: Path) -> None:
-    """GGUF has a vector for the gate of the shared expert, a matrix of one row."""
-    config = llm_models.EXPERT_FAMILIES["qwen2_moe"]
-    path = llm_models.folder(tmp_path / "m", config)
-    found = llm_models.tensors(config)
-    name = "model.layers.1.mlp.shared_expert_gate.weight"
-    found[name] = found[name][0]
-    llm_models.save_file(found, path / "model.safetensors")
-    load_all(llm.read(path))
