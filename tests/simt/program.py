@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,29 +71,21 @@ class Program:
     text: str
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def module(ptx: str) -> Module:
     return parse(ptx)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def compile_entry(ptx: str, entry: str) -> Program:
-    """Compile an entry point of a PTX module, once per process."""
-    with without_garbage_collection():
+    """Compile an entry point of a PTX module; the last programs are kept."""
+    gc.disable()  # Translation creates many objects and no cyclic garbage.
+    try:
         parsed = module(ptx)
         if entry not in parsed.functions:
             raise KeyError(f"{entry} is not an entry; these are: {', '.join(parsed.functions)}")
         return _compile(parsed, parsed.functions[entry])
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Create objects that live as long as the process, without searching them for garbage then or later."""
-    gc.disable()
-    try:
-        yield
     finally:
-        gc.freeze()
         gc.enable()
 
 
