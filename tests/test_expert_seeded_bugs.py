@@ -15,10 +15,9 @@ from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.kernels.family import AnyFamily
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
 from cupy_awq.runtime import device
-from tests import simt
 from tests.backends import runner
 from tests.simt.kernels import patched
-from tests.simt.seeds import OUTSIDE, RACE, VALUES
+from tests.simt.seeds import OUTSIDE, RACE, VALUES, caught_by
 from tests.test_expert_kernels import check_product, test_sort
 
 MAIN, LOOP, TILES, UNIT, SORT = (
@@ -141,18 +140,11 @@ SEEDS: dict[str, Seed] = {
 
 def outcome(case: Case | None, landing: str) -> str:
     """Return the check that catches a planted bug, or "nothing"; without a case, the sort runs."""
-    try:
-        if case is None:
-            test_sort(landing, from_offsets=False, pairs=700, experts=40, block=16)
-        else:
-            problem, config = case
-            family: AnyFamily = EXPERT_GEMM if isinstance(config, ExpertGemmConfig) else EXPERT_GEMM_TILES
-            check_product(runner(landing), problem, (family, config), HERE, np.random.default_rng(0))
-    except simt.Fault as fault:
-        return fault.kind
-    except AssertionError:
-        return "values"
-    return "nothing"
+    if case is None:
+        return caught_by(lambda: test_sort(landing, from_offsets=False, pairs=700, experts=40, block=16))
+    problem, config = case
+    family: AnyFamily = EXPERT_GEMM if isinstance(config, ExpertGemmConfig) else EXPERT_GEMM_TILES
+    return caught_by(lambda: check_product(runner(landing), problem, (family, config), HERE, np.random.default_rng(0)))
 
 
 @functools.cache

@@ -24,9 +24,9 @@ from cupy_awq.kernels.int8.gemv_int8 import GEMV_INT8, GemvInt8Config
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.runtime import device
-from tests import simt
 from tests.block_weights import random_weight
 from tests.simt.kernels import patched
+from tests.simt.seeds import caught_by
 from tests.test_conv2d import check_convolution, with_strides
 from tests.test_fp8 import check_fp8_product, check_fp8_quantization
 from tests.test_gemm_int8 import check_product
@@ -234,70 +234,69 @@ SEEDS = {
 }  # fmt: skip
 
 
+def check(file: str, landing: str) -> None:
+    """Check the results of the kernels that a file serves."""
+    a100, h100 = device.nominal(80), device.nominal(90)
+    if file.startswith("conv2d/conv2d_sm90") and file.endswith("dense"):
+        # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
+        halo = Conv2dSm90Config(True, 1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
+        one_sm = replace(h100, sm_count=1)
+        strided = Conv2dSm90Config(True, 1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
+        check_convolution(landing, STRIDED_CONVOLUTION, CONV2D_SM90, strided, one_sm, seed=0)
+        eight = replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES)
+        check_convolution(landing, eight, CONV2D_SM90, halo, one_sm, seed=0)
+        for split_k in (1, 2):
+            boxes = Conv2dSm90Config(True, 1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
+            check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, boxes, h100, seed=0)
+    elif file.startswith(("conv2d/conv2d_sm90", "hopper")):
+        # Three chunks of channels in two stages of x, with K whole and split in two.
+        for split_k in (1, 2):
+            config = Conv2dSm90Config(False, 1, 1, 32, (1, 4, 8), 1, True, 2, 8, split_k, 1)
+            check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, config, h100, seed=0)
+    elif file.startswith("conv2d"):
+        check_convolution(landing, CONVOLUTION, CONV2D_SM80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
+    elif file == "int8/gemm_int8_sm90.cu":
+        # Pipelines that wrap around, and blocks within a stage.
+        for k, block_size in ((1040, 128), (272, 64)):
+            problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
+            check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
+    elif file.startswith("int8/gemm_int8_sm90") and file.endswith("split"):
+        # The second tile along m computes rows of the first one again.
+        problem = Int8Problem(131, 304, 1936, 128, 4, True, True, "float16")
+        check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 8, 2), h100, 128, seed=0)
+    elif file == "int8/gemm_int8_sm90.cu idle":
+        problem = Int8Problem(70, 152, 272, 128, 4, False, True, "float16")
+        check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 2), h100, 128, seed=0)
+    elif file.startswith("int8/gemm_int8_sm90") and file.endswith("fp8"):
+        # Warpgroups with all rows of their columns; two tiles by one CTA.
+        weight = random_weight(np.random.default_rng(0), (304, 1, 1, 1040), 128)
+        zeros = np.random.default_rng(1).integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype)
+        weight = BlockQuantizedWeight(weight.codes, weight.scale, zeros * weight.scale, block_size=128)
+        problem = Int8Problem(70, 304, 1040, 128, 4, False, True, "float16", fp8=True)
+        check_fp8_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 1), weight, seed=0)
+    elif file.endswith("fp8"):
+        weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
+        problem = Int8Problem(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
+        mma = WarpTileConfig(16, 1, 4, 2, 1)
+        check_fp8_product(landing, problem, GEMM_INT8_SM80, mma, weight, seed=0, arch=89)
+    elif file == "int8/quantize_fp8.cu":
+        # Two rounds, the second of which ends within the row.
+        check_fp8_quantization(landing, 1, 4112, 128, "float16", 8)
+    elif file == "int8/gemv_int8.cu":
+        # Warps that prefetch several times, and a K that ends within a chunk.
+        problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
+        check_product(landing, problem, GEMV_INT8, GemvInt8Config(4, 2), a100, 64, seed=0)
+    else:
+        # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
+        for block_size in (64, 96):
+            problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
+            mma = WarpTileConfig(16, 1, 4, 3, 2)
+            check_product(landing, problem, GEMM_INT8_SM80, mma, a100, block_size, seed=0)
+
+
 def outcome(file: str, landing: str) -> str:
     """Return the check that catches the bug planted in a file, or "nothing"."""
-    a100, h100 = device.nominal(80), device.nominal(90)
-    try:
-        if file.startswith("conv2d/conv2d_sm90") and file.endswith("dense"):
-            # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
-            halo = Conv2dSm90Config(True, 1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
-            one_sm = replace(h100, sm_count=1)
-            strided = Conv2dSm90Config(True, 1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
-            check_convolution(landing, STRIDED_CONVOLUTION, CONV2D_SM90, strided, one_sm, seed=0)
-            eight = replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES)
-            check_convolution(landing, eight, CONV2D_SM90, halo, one_sm, seed=0)
-            for split_k in (1, 2):
-                boxes = Conv2dSm90Config(True, 1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
-                check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, boxes, h100, seed=0)
-        elif file.startswith(("conv2d/conv2d_sm90", "hopper")):
-            # Three chunks of channels in two stages of x, with K whole and split in two.
-            for split_k in (1, 2):
-                config = Conv2dSm90Config(False, 1, 1, 32, (1, 4, 8), 1, True, 2, 8, split_k, 1)
-                check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, config, h100, seed=0)
-        elif file.startswith("conv2d"):
-            check_convolution(landing, CONVOLUTION, CONV2D_SM80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
-        elif file == "int8/gemm_int8_sm90.cu":
-            # Pipelines that wrap around, and blocks within a stage.
-            for k, block_size in ((1040, 128), (272, 64)):
-                problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
-                check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
-        elif file.startswith("int8/gemm_int8_sm90") and file.endswith("split"):
-            # The second tile along m computes rows of the first one again.
-            problem = Int8Problem(131, 304, 1936, 128, 4, True, True, "float16")
-            check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 8, 2), h100, 128, seed=0)
-        elif file == "int8/gemm_int8_sm90.cu idle":
-            problem = Int8Problem(70, 152, 272, 128, 4, False, True, "float16")
-            check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 2), h100, 128, seed=0)
-        elif file.startswith("int8/gemm_int8_sm90") and file.endswith("fp8"):
-            # Warpgroups with all rows of their columns; two tiles by one CTA.
-            weight = random_weight(np.random.default_rng(0), (304, 1, 1, 1040), 128)
-            zeros = np.random.default_rng(1).integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype)
-            weight = BlockQuantizedWeight(weight.codes, weight.scale, zeros * weight.scale, block_size=128)
-            problem = Int8Problem(70, 304, 1040, 128, 4, False, True, "float16", fp8=True)
-            check_fp8_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 1), weight, seed=0)
-        elif file.endswith("fp8"):
-            weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
-            problem = Int8Problem(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
-            mma = WarpTileConfig(16, 1, 4, 2, 1)
-            check_fp8_product(landing, problem, GEMM_INT8_SM80, mma, weight, seed=0, arch=89)
-        elif file == "int8/quantize_fp8.cu":
-            # Two rounds, the second of which ends within the row.
-            check_fp8_quantization(landing, 1, 4112, 128, "float16", 8)
-        elif file == "int8/gemv_int8.cu":
-            # Warps that prefetch several times, and a K that ends within a chunk.
-            problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
-            check_product(landing, problem, GEMV_INT8, GemvInt8Config(4, 2), a100, 64, seed=0)
-        else:
-            # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
-            for block_size in (64, 96):
-                problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
-                mma = WarpTileConfig(16, 1, 4, 3, 2)
-                check_product(landing, problem, GEMM_INT8_SM80, mma, a100, block_size, seed=0)
-    except simt.Fault as fault:
-        return fault.kind
-    except AssertionError:
-        return "values"
-    return "nothing"
+    return caught_by(lambda: check(file, landing))
 
 
 @pytest.mark.parametrize("file", sorted({file for file, *_ in SEEDS.values()}))

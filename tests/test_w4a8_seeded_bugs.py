@@ -16,8 +16,8 @@ from cupy_awq import BlockQuantizedWeight
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90, GemmW4A8Config
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime import device
-from tests import simt
 from tests.simt.kernels import patched
+from tests.simt.seeds import caught_by
 from tests.test_fp8 import check_fp8_product, fp8_problem
 from tests.test_gemm_int8 import check_product
 
@@ -120,21 +120,20 @@ OFFSET_SEEDS = {
 }  # fmt: skip
 
 
+def check(landing: str, config: GemmW4A8Config) -> None:
+    """Check the result of a configuration."""
+    if config.offset_tiles:
+        codes = np.random.default_rng(0).integers(0, 16, (130, 1, 1, 1424), dtype=np.uint8)
+        scale = np.random.default_rng(1).uniform(-1, 1, (130, 12)).astype(np.float32)
+        weight = BlockQuantizedWeight(codes, scale, -8 * scale, block_size=128)
+        check_fp8_product(landing, OFFSET_PROBLEM, GEMM_W4A8_SM90, config, weight, seed=0)
+    else:
+        check_product(landing, PROBLEM, GEMM_W4A8_SM90, config, device.nominal(90), 128, seed=0)
+
+
 def outcome(landing: str, config: GemmW4A8Config = CONFIG) -> str:
     """Return the check that catches the planted bug, or "nothing"."""
-    try:
-        if config.offset_tiles:
-            codes = np.random.default_rng(0).integers(0, 16, (130, 1, 1, 1424), dtype=np.uint8)
-            scale = np.random.default_rng(1).uniform(-1, 1, (130, 12)).astype(np.float32)
-            weight = BlockQuantizedWeight(codes, scale, -8 * scale, block_size=128)
-            check_fp8_product(landing, OFFSET_PROBLEM, GEMM_W4A8_SM90, config, weight, seed=0)
-        else:
-            check_product(landing, PROBLEM, GEMM_W4A8_SM90, config, device.nominal(90), 128, seed=0)
-    except simt.Fault as fault:
-        return fault.kind
-    except AssertionError:
-        return "values"
-    return "nothing"
+    return caught_by(lambda: check(landing, config))
 
 
 @pytest.mark.parametrize("config", [CONFIG, OFFSET_CONFIG, DEEP_CONFIG])

@@ -435,12 +435,11 @@ def _print_explained(args: argparse.Namespace, problems: Sequence[tuple[Any, Dev
     """Print the texts, or their tables and the lines below them as JSON."""
     from cupy_awq.kernels import select
 
-    tables = [[kernel._asdict() for kernel in select.explain_kernels(*problem)] for problem in problems]
-    found = [
-        {"problem": str(problem), "gpu": gpu.name, "arch": gpu.arch, "kernels": table}
-        | {"notes": text.splitlines()[2 + len(table) :]}
-        for (problem, gpu), table, text in zip(problems, tables, texts, strict=True)
-    ]
+    found = []
+    for (problem, gpu), text in zip(problems, texts, strict=True) if args.json else ():
+        table = [kernel._asdict() for kernel in select.explain_kernels(problem, gpu)]
+        notes = text.splitlines()[2 + len(table) :]
+        found.append({"problem": str(problem), "gpu": gpu.name, "arch": gpu.arch, "kernels": table, "notes": notes})
     _print(found, "\n\n".join(texts), args.json)
     if args.arch is None and args.device is None and not placement.gpu_count():
         print("explain: no GPU here, so an H100 is assumed; --arch or --device assumes another", file=sys.stderr)

@@ -7,6 +7,7 @@ A check is the kind of a simulator's `Fault`, or "values" if the kernel ran to i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -60,10 +61,14 @@ def make_case(seed: Seed) -> Case:
 def outcome(case: Case, landing: str) -> str:
     """Return the check that catches a planted bug, or "nothing"."""
     family, config, here, problem = case
+    run = functools.partial(simt.run, landing=landing)
+    return caught_by(lambda: check_matmul(run, problem, family, config, here, seed=0))
+
+
+def caught_by(check: Callable[[], None]) -> str:
+    """Run a check on the simulator; return the kind of its fault, "values" for wrong values, or "nothing"."""
     try:
-        check_matmul(
-            lambda plan, buffers: simt.run(plan, buffers, landing=landing), problem, family, config, here, seed=0
-        )
+        check()
     except simt.Fault as fault:
         return fault.kind
     except AssertionError:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from cupy_awq.kernels.dtypes import TYPES, ZEROS
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks
-from cupy_awq.kernels.family import Family, SoleConfig
+from cupy_awq.kernels.family import FunctionFamily, SoleConfig
 from cupy_awq.kernels.gemm.problem import AWQ
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
@@ -28,6 +26,10 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
     if problem.rows != "sorted":
         return "needs sorted rows"
     return None if problem.layout == AWQ else "needs weights in the AWQ layout"
+
+
+def configs(problem: ExpertProduct, device: Device) -> list[SoleConfig]:
+    return [SoleConfig()]
 
 
 def estimate_us(config: SoleConfig, problem: ExpertProduct, device: Device) -> float:
@@ -67,17 +69,4 @@ def plan(config: SoleConfig, problem: ExpertProduct, device: Device) -> LaunchPl
     return LaunchPlan(kernel, (ctas, 1, 1), (THREADS, 1, 1), arguments, dependent=dependent)
 
 
-class ExpertGemmSimt(Family[ExpertProduct, SoleConfig]):
-    """The family ``expert_gemm_simt``."""
-
-    NAME = NAME
-    layout = AWQ
-    refusal = staticmethod(refusal)
-    estimate_us = staticmethod(estimate_us)
-    plan = staticmethod(plan)
-
-    def configs(self, problem: ExpertProduct, device: Device) -> Sequence[SoleConfig]:
-        return (SoleConfig(),)
-
-
-EXPERT_GEMM_SIMT = ExpertGemmSimt()
+EXPERT_GEMM_SIMT = FunctionFamily(NAME, configs, estimate_us, plan, refusal, layout=AWQ)

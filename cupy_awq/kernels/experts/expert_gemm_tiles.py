@@ -87,15 +87,7 @@ def plan(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) ->
         *problem.defines(),
         *problem.fragments.defines(),
         ("DEPENDENT", int(dependent)),
-        ("MATH", config.math),
-        ("BLOCK_M", config.block_m),
-        ("WEIGHT_TILES", config.weight_tiles),
-        ("WARPS_N", config.warps_n),
-        ("WARPS_K", config.warps_k),
-        ("STAGE_K", config.stage_k),
-        ("STAGES", config.stages),
-        ("PASS_ROWS", config.pass_rows),
-        ("CTAS_PER_SM", config.ctas_per_sm),
+        *config.defines,
         ("SHARED_BYTES", _shared_bytes(config, problem)),
     )
     units = count_blocks(problem.pairs, problem.experts, problem.block) * (problem.block // config.block_m)

@@ -148,6 +148,21 @@ class GemmFragmentsConfig:
         factors = 4 * self.block_m if problem.rms_norms_x else 0
         return max(ring, self.warps_k * self.pass_rows * (self.block_n + 4) * 4) + factors
 
+    @property
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
+        """The constants of the tile and of its pipeline, which ``expert_gemm_tiles.cu`` has as well."""
+        return (
+            ("MATH", self.math),
+            ("BLOCK_M", self.block_m),
+            ("WEIGHT_TILES", self.weight_tiles),
+            ("WARPS_N", self.warps_n),
+            ("WARPS_K", self.warps_k),
+            ("STAGE_K", self.stage_k),
+            ("STAGES", self.stages),
+            ("PASS_ROWS", self.pass_rows),
+            ("CTAS_PER_SM", self.ctas_per_sm),
+        )
+
     def units(self, problem: Problem) -> int:
         """Return the number of CTA tiles of y."""
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
@@ -298,17 +313,9 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *fragment_defines(problem),
+        *config.defines,
         ("ASYNC", int(config.is_async)),
-        ("MATH", config.math),
-        ("BLOCK_M", config.block_m),
         ("X_ROWS", config.x_rows),
-        ("WEIGHT_TILES", config.weight_tiles),
-        ("WARPS_N", config.warps_n),
-        ("WARPS_K", config.warps_k),
-        ("STAGE_K", config.stage_k),
-        ("STAGES", config.stages),
-        ("PASS_ROWS", config.pass_rows),
-        ("CTAS_PER_SM", config.ctas_per_sm),
         ("STREAM_K", int(config.stream_k_units > 0)),
         ("SHARED_BYTES", config.shared_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
