@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   int32_t* unit_pairs = reinterpret_cast<int32_t*>(memory + SharedStorage::kPairs);
 
   bool has_waited = !kDependent;
-  // The next kernel may read ahead what the kernel before this one wrote, so it starts after this wait.
+  // The next kernel may prefetch results of the preceding kernel, so it starts after this wait.
   auto wait_for_preceding_kernel = [&] {
     if (!has_waited) {
       ptx::griddepcontrol_wait();

@@ -7,7 +7,7 @@
 #include "gemm/repacked_layout.cuh"
 #include "hopper/shared_storage.cuh"
 
-// Where the rows of a unit come from:
+// The source of the rows of a unit:
 //   kSorted   rows of one expert, from the arrays that sort_tokens.cu writes
 //   kPairs    one (token, slot) pair; experts are read from the ids of the router
 //   kTokens   all slots of one token, whose weighted sum is the row of y; experts as in kPairs

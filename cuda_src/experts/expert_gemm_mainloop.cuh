@@ -69,7 +69,7 @@ struct KPosition {
   }
 };
 
-// What a warp loads of one weight tile for 16 columns: codes of two k64, and the parameters of the groups.
+// The operands of a warp from one weight tile, for 16 columns: codes of two k64, and parameters of the groups.
 struct WeightPart {
   uint32_t words[2][4];
   Group<Config> groups[kGroups];

@@ -40,7 +40,7 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
 };
 using Kernel = GemmMmaFragments<Config>;
 
-// Where a CTA stores the rows of one expert.
+// The output of one expert: y and the epilogue.
 template <class C> struct ExpertOutput {
   using T = typename C::T;
 

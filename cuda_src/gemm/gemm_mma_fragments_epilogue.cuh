@@ -41,7 +41,7 @@ template <class C> struct Sums {
   }
 };
 
-// Where a CTA stores a unit.
+// The output of a unit: y, its epilogue and its partial sums.
 template <class C> struct Output {
   using T = typename C::T;
 

@@ -116,7 +116,7 @@ class Server:
                 return _error(ApiError.from_value_error(error))
             except ClientDisconnect:
                 status = 499
-                return _json({}, status)  # nobody reads it
+                return _json({}, status)  # the client has left
             except MemoryError:
                 status = 503
                 return _error(ApiError(503, "memory: expected enough for the request, got none"))
@@ -238,7 +238,7 @@ class Server:
         found = await until_disconnect(request.receive, collect())
         if found is None:
             _cancel(generations)
-            return _json({}, 499)  # nobody reads it
+            return _json({}, 499)  # the client has left
         return _json(reply.whole(found, generations))
 
     async def _measure(self, deltas: Deltas, began: float) -> Deltas:
