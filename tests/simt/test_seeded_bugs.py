@@ -287,8 +287,8 @@ SEEDS = {
     ),
     # Arithmetic and layouts
     "gemm_mma: the halves of the second operand are swapped": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
-        "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
+        "group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
     ),
     "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(chunk ^ swizzle_bits(row))) * 16",

@@ -261,8 +261,7 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
         return Layout(1, 4, 2), Layout(1, 8, 1)
     if block_m <= 64:
         one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), Layout(1, 4, 1, 3)
-        is_tight = problem.dtype == "bfloat16" and block_m > 48  # bfloat16 takes more registers to convert
-        return one if is_tight else (*one, Layout(2, 2, 2), Layout(2, 4, 2))
+        return one if block_m > 48 else (*one, Layout(2, 2, 2), Layout(2, 4, 2))  # more registers would spill
     return Layout(1, 4, 1, 2), Layout(1, 4, 2), Layout(1, 8, 1)
 
 
