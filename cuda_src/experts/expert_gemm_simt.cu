@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; index < total;
        index += static_cast<int64_t>(gridDim.x) * THREADS) {
     const int at = static_cast<int>(index / words);
-    const int word = static_cast<int>(index % words);
+    const int word = static_cast<int>(index - static_cast<int64_t>(at) * words);
     const int pair = sorted_pairs[at];
     const int expert = expert_ids[at / route_block];
     if (static_cast<unsigned>(pair) >= static_cast<unsigned>(pairs)) continue;

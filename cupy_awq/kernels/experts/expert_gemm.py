@@ -125,6 +125,10 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
     return None
 
 
+SMALL_SM_BYTES = 100 << 10
+"""The shared memory per SM of GPUs for which the compiler takes more registers: sm_86, sm_89 and sm_120."""
+
+
 class Warps(NamedTuple):
     """The fields of `ExpertGemmConfig` with these names, but ``ctas_per_sm`` is the largest number to try."""
 
@@ -159,6 +163,8 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
             # The scales of small groups take registers.
             ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
+            if device.shared_bytes_per_sm <= SMALL_SM_BYTES:
+                ctas = min(ctas, 6)  # 128 registers, as 8 CTAs leave, would spill
             config = _with_stages(shape, ctas, problem, device)
             if config is not None:
                 yield config

@@ -202,7 +202,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
             for layout in some:
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
-                if layout.weight_tiles > 1 and block_m > FEW_ROWS and not is_async:
+                if layout.weight_tiles > 1 and block_m > FEW_ROWS and (problem.rms_norms_x or not is_async):
                     continue  # registers would spill
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
