@@ -141,9 +141,9 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
 
     A third of these cases is marked slow instead. The remaining ones cover every architecture, and every value of every
     other parameter on each path from sm_80 on and once below, where most kernels are the same, though not every
-    combination. A test that draws its problem runs once per architecture, with copies that land either late or early.
-    Cases are visited in an arbitrary but fixed order, so that values of one parameter meet different values of the
-    others.
+    combination; a parameter ``entry`` names kernels, each of which runs on every path. A test that draws its problem
+    runs once per architecture, with copies that land either late or early. Cases are visited in an arbitrary but fixed
+    order, so that values of one parameter meet different values of the others.
     """
     covered: set[tuple[str, str, str]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
@@ -155,8 +155,8 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         named = {name: value for name, value in parameters.items() if not (draws and name in SIMULATED)}
         values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
         arch = parameters.get("arch", 80)
-        path = arch if arch >= 80 else "older"
-        values |= {(function, f"{name} on {path}", value) for _, name, value in values if name not in SIMULATED}
+        path = {name: arch if arch >= 80 or name == "entry" else "older" for name in named}
+        values |= {(function, f"{name} on {path[name]}", repr(named[name])) for name in named if name not in SIMULATED}
         if values <= covered:
             item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 3 == 0 else pytest.mark.repetition)
         covered |= values

@@ -20,6 +20,7 @@ from cupy_awq.kernels.experts.layer import BLOCKS, ExpertLayer, list_steps, mode
 from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.kernels.experts.routing import CHOOSE_EXPERTS, ExpertChoice
 from cupy_awq.kernels.family import AnyFamily, SoleConfig
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime.device import Device
@@ -139,9 +140,11 @@ def test_every_tile(backend: str, block: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("from_offsets", [False, True])
-@pytest.mark.parametrize(("pairs", "experts", "block"), [(1, 1, 8), (700, 40, 16), (5, 300, 64), (90, 3, 1)])
-def test_sort(backend: str, from_offsets: bool, pairs: int, experts: int, block: int) -> None:
-    rng, here = np.random.default_rng(pairs), facts(90, backend)
+@pytest.mark.parametrize(
+    ("arch", "pairs", "experts", "block"), [(60, 1, 1, 8), (75, 700, 40, 16), (80, 5, 300, 64), (90, 90, 3, 1)]
+)
+def test_sort(backend: str, from_offsets: bool, arch: int, pairs: int, experts: int, block: int) -> None:
+    rng, here = np.random.default_rng(pairs), facts(arch, backend)
     ids = rng.integers(-1, experts + 1, pairs).astype(np.int32)
     given_ids = ids
     if from_offsets:
@@ -167,15 +170,15 @@ def test_sort_of_invalid_offsets_stays_in_bounds(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "options",
+    ("arch", "options"),
     [
-        {},
-        {"scoring": "sigmoid", "bias": True, "scale": 2.5},
-        {"scoring": "sigmoid", "bias": True, "groups": (8, 3)},
-        {"renormalize": False, "groups": (4, 1)},
+        (60, {}),
+        (75, {"scoring": "sigmoid", "bias": True, "scale": 2.5}),
+        (80, {"scoring": "sigmoid", "bias": True, "groups": (8, 3)}),
+        (90, {"renormalize": False, "groups": (4, 1)}),
     ],
 )
-def test_router(backend: str, options: dict[str, Any]) -> None:
+def test_router(backend: str, arch: int, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     options = {"renormalize": True, "scoring": "softmax", "groups": None, "scale": 1.0, **options}
     bias = rng.standard_normal(48).astype(np.float32) if options.pop("bias", False) else None
@@ -185,7 +188,7 @@ def test_router(backend: str, options: dict[str, Any]) -> None:
         *(options["groups"] or (1, 1)), options["scale"], 48,
     )  # fmt: skip
     ids, weights = np.full((5, 6), -7, np.int32), np.full((5, 6), np.nan, np.float32)
-    plan = CHOOSE_EXPERTS.plan(SoleConfig(), problem, facts(90, backend))
+    plan = CHOOSE_EXPERTS.plan(SoleConfig(), problem, facts(arch, backend))
     runner(backend)(plan, {"logits": logits, "bias": bias, "ids": ids, "weights": weights})
     expected_ids, expected = float64_topk(logits, 6, bias=bias, **options)
     np.testing.assert_array_equal(ids, expected_ids)
@@ -200,14 +203,26 @@ def make_layer(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("arch", "dtype"), [(60, "bfloat16"), (80, "float16"), (90, "bfloat16")])
-def test_layer(backend: str, arch: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "dtype", "layout"),
+    [
+        (60, "bfloat16", AWQ),
+        (75, "float16", AWQ),
+        (80, "bfloat16", AWQ),
+        (80, "float16", FRAGMENTS),
+        (90, "float16", AWQ),
+        (90, "bfloat16", FRAGMENTS),
+    ],
+)
+def test_layer(backend: str, arch: int, dtype: str, layout: str) -> None:
     """Every way to compute a layer gives the sum over the experts, also with ids of no expert."""
     rng, here, run = np.random.default_rng(arch), replace(facts(arch, backend), sm_count=3), runner(backend)
     weights = random_experts(rng, 6, 128, 128, 32), random_experts(rng, 6, 64, 72, 32)
     x, shared = (rng.standard_normal((5, n)).astype(DTYPES[dtype]) for n in (128, 72))
     ids, scale = rng.integers(-1, 7, (5, 3)).astype(np.int32), rng.uniform(0, 1, (5, 3)).astype(np.float32)
-    packed = [repack_experts(run, weight, here) if arch >= 80 else (None, form_of(weight)) for weight in weights]
+    packed = [
+        repack_experts(run, weight, here) if layout == FRAGMENTS else (None, form_of(weight)) for weight in weights
+    ]
     expected = float64_layer(x, ids, scale, *weights, "swiglu", shared)
     count = 0
     layer = make_layer(weights, [form for _, form in packed], 5, 3, dtype, True)
@@ -221,7 +236,7 @@ def test_layer(backend: str, arch: int, dtype: str) -> None:
         run_steps(run, steps, buffers, here)
         assert error_of(y, expected) < 2 * BOUNDS[dtype]
         count += 1
-    assert count == (1 + len(BLOCKS) if arch >= 80 else len(BLOCKS))
+    assert count == (1 + len(BLOCKS) if layout == FRAGMENTS else len(BLOCKS))
 
 
 @pytest.mark.parametrize("arch", [60, 75, 80, 86, 90, 100, 120])
