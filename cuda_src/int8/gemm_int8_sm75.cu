@@ -7,7 +7,8 @@ static_assert(__CUDA_ARCH__ >= 750, "gemm_int8_sm75 needs sm_75 or newer");
 
 using Kernel = GemmInt8Mma<Config>;
 
-extern "C" __global__ void __launch_bounds__(Kernel::kThreads)
+// The 1 lets the compiler take more than 128 registers, into which the kernel does not fit.
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
     gemm_int8_sm75(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
                    const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
                    uint32_t* counters, int m, int n, int k, int block_size, int n_padded, int ldy, float low,
