@@ -139,14 +139,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     """Mark each simulated case of a test as a repetition if other cases have all of its parameter values.
 
-    A third of these cases is marked slow instead. The remaining ones cover every architecture, and every value of every
-    other parameter on each path from sm_80 on and once below, where most kernels are the same, though not every
-    combination; a parameter ``entry`` names kernels, each of which runs on every path. A test that draws its problem
-    runs once per architecture, with copies that land either late or early. Cases are visited in an arbitrary but fixed
-    order, so that values of one parameter meet different values of the others.
+    A sixth of these cases is marked slow instead. The remaining ones cover every value of every parameter, though not
+    every combination; a parameter ``entry`` names kernels, each of which runs on every path. A test that draws its
+    problem runs once per architecture, with copies that land either late or early. Cases are visited in an arbitrary
+    but fixed order, so that values of one parameter meet different values of the others; those that are marked slow
+    come last, so that the others cover all values that they can.
     """
     covered: set[tuple[str, str, str]] = set()
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+    for item in sorted(
+        items, key=lambda item: (bool(item.get_closest_marker("slow")), zlib.crc32(item.nodeid.encode()))
+    ):
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         if item.get_closest_marker("gpu") or not SIMULATED & set(parameters):
             continue
@@ -155,10 +157,10 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         named = {name: value for name, value in parameters.items() if not (draws and name in SIMULATED)}
         values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
         arch = parameters.get("arch", 80)
-        path = {name: arch if arch >= 80 or name == "entry" else "older" for name in named}
-        values |= {(function, f"{name} on {path[name]}", repr(named[name])) for name in named if name not in SIMULATED}
+        if "entry" in named:
+            values.add((function, f"entry on {arch}", repr(named["entry"])))
         if values <= covered:
-            item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 3 == 0 else pytest.mark.repetition)
+            item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 6 == 0 else pytest.mark.repetition)
         covered |= values
 
 

@@ -144,7 +144,15 @@ def test_a_kv_cache_larger_than_the_free_gpu_memory_is_refused(tmp_path: Path) -
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(("arch", "dtype"), [(90, FLOAT16), (90, BFLOAT16), (80, FLOAT16)])
-@pytest.mark.parametrize(("m", "gated"), [(1, False), (2, True), (3, False), (17, True), (32, False), (33, False)])
+@pytest.mark.parametrize(
+    ("m", "gated"),
+    [
+        (1, False),
+        (2, True),
+        (33, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, False), (17, True), (32, False))),
+    ],
+)
 def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     monkeypatch: pytest.MonkeyPatch, arch: int, dtype: Any, m: int, gated: bool
 ) -> None:

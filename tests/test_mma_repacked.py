@@ -99,7 +99,8 @@ def tile(config: GemmFragmentsConfig) -> tuple[object, ...]:
         (75, 5, 2112, "float16"),
         (80, 16, 1088, "bfloat16"),
         pytest.param(80, 32, 1088, "float16", marks=pytest.mark.slow),
-        (80, 50, 1088, "float16"),
+        (80, 50, 320, "float16"),
+        pytest.param(80, 50, 1088, "float16", marks=pytest.mark.slow),
         pytest.param(75, 50, 1088, "float16", marks=pytest.mark.slow),
         pytest.param(80, 50, 1088, "bfloat16", marks=pytest.mark.slow),
         pytest.param(80, 200, 576, "float16", marks=pytest.mark.slow),
@@ -118,7 +119,10 @@ def test_every_tile(backend: str, arch: int, m: int, k: int, dtype: str) -> None
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], GPU])
-@pytest.mark.parametrize(("m", "units", "ctas"), [(3, 2, 3), (3, 2, 7), (20, 2, 5), (40, 2, 9), (100, 3, 4)])
+@pytest.mark.parametrize(
+    ("m", "units", "ctas"),
+    [(3, 2, 3), (3, 2, 7), (20, 2, 5), (40, 2, 9), pytest.param(100, 3, 4, marks=pytest.mark.slow)],
+)
 def test_ctas_that_share_tiles(backend: str, m: int, units: int, ctas: int) -> None:
     """Shares that begin and end anywhere, tiles of up to five CTAs, and CTAs that compute two tiles."""
     problem = scaled(Problem(m, 256, 1152, 128, layouts=(AWQ, FRAGMENTS)))
@@ -152,7 +156,13 @@ def test_same_bits_from_run_to_run(backend: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
-@pytest.mark.parametrize(("dtype", "wide"), [("float16", False), ("bfloat16", False), ("float16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        ("float16", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bfloat16", False), ("float16", True))),
+    ],
+)
 def test_batch_invariant_rows_have_the_same_bits_for_every_m(backend: str, dtype: str, wide: bool) -> None:
     problem = scaled(Problem(100, 96, 704, 64, dtype, layouts=(FRAGMENTS,), batch_invariant=True))
     problem = replace(problem, wide_scales=wide)

@@ -69,7 +69,7 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
+@pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), pytest.param(1088, "bfloat16", marks=pytest.mark.slow)])
 def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int, k: int, dtype: str) -> None:
     """With one or two rows, unused columns of mma sum slices of K; cover all numbers of k tiles and split-K."""
     problem = Problem(m, 72, k, k, dtype, layouts=(AWQ, FRAGMENTS))
@@ -172,10 +172,10 @@ def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
     ("m", "dtype", "k", "group_size", "scaled", "k_tile_counts"),
     [
         (12, "float16", 2112, 64, False, {1, 2, 4}),
-        (12, "bfloat16", 2112, 64, False, {1, 2, 4}),
-        (40, "float16", 2112, 64, False, {1, 2}),
-        (40, "float16", 2176, 128, True, {1, 2}),
-        (40, "bfloat16", 2176, 128, True, {1, 2}),
+        pytest.param(12, "bfloat16", 2112, 64, False, {1, 2, 4}, marks=pytest.mark.slow),
+        pytest.param(40, "float16", 2112, 64, False, {1, 2}, marks=pytest.mark.slow),
+        pytest.param(40, "float16", 2176, 128, True, {1, 2}, marks=pytest.mark.slow),
+        pytest.param(40, "bfloat16", 2176, 128, True, {1, 2}, marks=pytest.mark.slow),
         (40, "float16", 2112, 64, True, {1}),
     ],
 )
@@ -204,12 +204,12 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
     ("m", "name", "split_k"),
     [
         (1, "gemm_sm90_mma", 3),
-        (5, "gemm_sm90_mma", 8),
+        pytest.param(5, "gemm_sm90_mma", 8, marks=pytest.mark.slow),
         (16, "gemm_sm90_mma", 5),
-        (12, "gemm_sm90", 3),
-        (24, "gemm_sm90", 4),
+        pytest.param(12, "gemm_sm90", 3, marks=pytest.mark.slow),
+        pytest.param(24, "gemm_sm90", 4, marks=pytest.mark.slow),
         (40, "gemm_sm90", 6),
-        (104, "gemm_sm90", 3),
+        pytest.param(104, "gemm_sm90", 3, marks=pytest.mark.slow),
         (136, "gemm_sm90", 5),
     ],
 )
@@ -225,7 +225,7 @@ def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, nam
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize(("n", "residual"), [(224, False), (224, True), (200, True)])
-@pytest.mark.parametrize("m", [40, 72, 136, 200])
+@pytest.mark.parametrize("m", [40, 72, 136, pytest.param(200, marks=pytest.mark.slow)])
 def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residual: bool) -> None:
     """The last 16 rows of a tile may be only 8, with and without a residual; at N = 200, AWQ tensors are unaligned."""
     problem = Problem(m, n, 256, 128, layouts=(AWQ, FRAGMENTS), residual=residual)
@@ -237,8 +237,9 @@ def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residu
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
-@pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("m", [200, pytest.param(136, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("m", [200, 136])
 def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligned: bool) -> None:
     """Local memory before wgmma.wait_group is an error of ptxas, which a simulator of PTX cannot show."""
     problem = Problem(m, 256, 256, 128, layouts=(AWQ, FRAGMENTS), residual=True, aligned=aligned)
