@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from cupy_awq import checkpoint
 from cupy_awq.check import Array
@@ -17,11 +18,15 @@ REPACK_BYTES = 1 << 22
 """The size in bytes from which a module is repacked on the GPU; for smaller ones, launches take longer than the CPU."""
 
 
-class Checkpoint(Mapping[str, AwqLinear | Array]):
+_Item = TypeVar("_Item")
+
+
+class Checkpoint(Mapping[str, AwqLinear]):
     """The layers and tensors of a checkpoint by name, each copied to a device at its first access; returned by `load`.
 
-    A quantized module is an `AwqLinear`, a plain tensor an array. Later accesses return the same object. Deleting the
-    mapping frees all objects that are not referenced elsewhere.
+    A quantized module is an `AwqLinear`, a plain tensor an array. For type checkers every value is an `AwqLinear`, so
+    typed code takes arrays from `tensors`. Later accesses return the same object. Deleting the mapping frees all
+    objects that are not referenced elsewhere.
 
     >>> from cupy_awq import load
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -32,13 +37,24 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
     def __init__(self, contents: Contents, device: int) -> None:
         self._contents = contents
         self._device = device
-        self._placed: dict[str, AwqLinear | Array] = {}
+        self._placed: dict[str, Any] = {}
 
-    def __getitem__(self, name: str) -> AwqLinear | Array:
+    @property
+    def layers(self) -> Mapping[str, AwqLinear]:
+        """The quantized modules alone, by name."""
+        return _Selection([name for name in self if self._contents.is_module(name)], self.__getitem__)
+
+    @property
+    def tensors(self) -> Mapping[str, Array]:
+        """The plain tensors alone, as arrays by name."""
+        return _Selection([name for name in self if not self._contents.is_module(name)], self.__getitem__)
+
+    def __getitem__(self, name: str) -> AwqLinear:
         if name not in self._placed:
-            # If two threads create the same object, setdefault returns the one that was stored first to both threads.
-            return self._placed.setdefault(name, self._place(name))
-        return self._placed[name]
+            # If two threads create the same object, both return the one that was stored first.
+            self._placed.setdefault(name, self._place(name))
+        item: AwqLinear = self._placed[name]  # or an array
+        return item
 
     def _place(self, name: str) -> AwqLinear | Array:
         def place(array: Array) -> Array:
@@ -62,13 +78,33 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
         return len(self._contents)
 
     def __repr__(self) -> str:
-        modules = sum(self._contents.is_module(name) for name in self._contents)
-        place = placement.device_name(self._device)
+        modules, place = len(self.layers), placement.device_name(self._device)
         return f"Checkpoint({modules} quantized modules, {len(self) - modules} other tensors, {place})"
+
+
+class _Selection(Mapping[str, _Item]):
+    """Some entries of a mapping."""
+
+    def __init__(self, names: Iterable[str], get: Callable[[str], _Item]) -> None:
+        self._names = dict.fromkeys(names)
+        self._get = get
+
+    def __getitem__(self, name: str) -> _Item:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: int | None = None) -> Checkpoint:
     """Open a 4-bit checkpoint as a mapping from names to `AwqLinear` layers (quantized modules) and arrays (tensors).
+
+    ``load(path)[name]`` is a layer for type checkers; `Checkpoint.layers` and `Checkpoint.tensors` hold one kind each.
 
     The supported formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
     "pack-quantized", MLX, HQQ and GGUF. All headers and scales are validated by this call, except for the scales of

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear
@@ -41,6 +44,21 @@ def test_results_have_the_type_of_x() -> None:
     results += [np.stack([assert_type(cupy_awq.gemv(vector, weight, activation="relu"), npt.NDArray[np.float16])] * 2)]
     for y in results:
         np.testing.assert_array_equal(y, results[0])
+
+
+def test_a_layer_of_a_checkpoint_has_one_type(tmp_path: Path) -> None:
+    weight, bias = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16), np.arange(16, dtype=np.float32)
+    cupy_awq.save(tmp_path, {"up": AwqLinear(weight, bias=bias), "norm": bias})
+    found = cupy_awq.load(tmp_path, device="cpu")
+    x: npt.NDArray[np.float16] = np.ones((2, 32), np.float16)
+    y = assert_type(assert_type(found["up"], AwqLinear)(x), npt.NDArray[np.float16])
+    np.testing.assert_array_equal(y, (x @ weight + bias).astype(np.float16))
+    assert assert_type(found.layers, Mapping[str, AwqLinear]) == {"up": found["up"]}
+    norm: npt.NDArray[np.float32] = assert_type(found.tensors, Mapping[str, Any])["norm"]
+    np.testing.assert_array_equal(norm, bias)
+    assert [*found] == [*found.layers, *found.tensors]
+    with pytest.raises(KeyError):
+        found.tensors["up"]
 
 
 def test_activations_have_literal_types() -> None:

@@ -34,8 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder) / "example.gguf"
     if len(sys.argv) == 1:
         write_example(path)
-    layers = cupy_awq.load(path, device="cpu")  # without `device`, on the GPU; names are those of Hugging Face
-    for name, layer in layers.items():
-        if isinstance(layer, cupy_awq.AwqLinear):
-            y = layer(np.ones((1, layer.shape[0]), np.float16))
-            print(f"{name}: {layer} -> y {y.shape}")
+    found = cupy_awq.load(path, device="cpu")  # without `device`, on the GPU; names are those of Hugging Face
+    for name, layer in found.layers.items():
+        y = layer(np.ones((1, layer.shape[0]), np.float16))
+        print(f"{name}: {layer} -> y {y.shape}")
