@@ -108,6 +108,7 @@ def test_a_command_with_a_full_disk_prints_one_line_and_leaves_no_file(
     model, dense = llm_models.folder(tmp_path / "m", llm_models.QWEN3), dense_folder(tmp_path / "d", llm_models.LLAMA)
     (tmp_path / "out").mkdir()
     options = ["--group-size", "16", "--samples", "4", "--sequence-length", "64", "--method", "rtn", "--resume"]
+    options += ["--device", "cpu"]
     ak48_file, quantized = str(tmp_path / "out" / "m.ak48"), str(tmp_path / "out" / "q")
     commands = (
         ["convert", str(model), ak48_file],
@@ -142,7 +143,7 @@ def test_a_target_that_cannot_be_written_is_an_error_of_one_line(
     (tmp_path / "texts.txt").write_text(TEXT)
     (tmp_path / "file").write_text("mine")
     model, dense = llm_models.folder(tmp_path / "m", llm_models.QWEN3), dense_folder(tmp_path / "d", llm_models.LLAMA)
-    options = ["--calibration", str(tmp_path / "texts.txt"), "--group-size", "16", "--samples", "4"]
+    options = ["--calibration", str(tmp_path / "texts.txt"), "--group-size", "16", "--samples", "4", "--device", "cpu"]
     converted = tmp_path / ("file.ak48" if name == "file" else f"{name}/m.ak48")
     commands = [["convert", str(model), str(converted)]]
     (tmp_path / "file.ak48").mkdir()

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from cupy_awq import CheckpointError, load
 from cupy_awq.checkpoint import files, safetensors
 from cupy_awq.checkpoint.tensors import INDEX
+from cupy_awq.runtime import placement
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from tests.checkpoint_files import CONFIG, G, K, N, Tensors, check_refusal, entry, folder, module, raw, sharded
 
@@ -301,9 +302,16 @@ def test_path_of_another_type_is_a_type_error(path: Any) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("device", ["cuda", "gpu", "0", "", -1, 10**6])
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:", "cuda:x", "cuda:-1", "cuda:1000000", -1, 10**6])
 def test_missing_device_is_a_value_error(device: Any) -> None:
     with pytest.raises(ValueError, match=r"device: expected .* got"):
+        load(SMOLLM2_MLP, device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "0", 0])
+def test_a_gpu_that_is_not_there_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    monkeypatch.setattr(placement, "gpu_count", lambda: 0)
+    with pytest.raises(ValueError, match=f"device: expected cpu or None, as CuPy sees no GPU, got {device!r}"):
         load(SMOLLM2_MLP, device=device)
 
 

@@ -19,12 +19,13 @@ from cupy_awq import PackedWeight, llm, quantize
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm.calibrate import layer_quantizer, model_quantizer
 from cupy_awq.quantization import Recipe
+from cupy_awq.runtime import placement
 from cupy_awq.tools import quantize_command
 from cupy_awq.tools.command_line import main
 from tests import llm_models
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789, and so on; again and again!\n" * 8
-OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64}
+OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64, "device": "cpu"}
 
 
 def dense_folder(path: Path, config: dict[str, Any], dtype: Any = np.float16) -> Path:
@@ -167,7 +168,7 @@ def test_killed_run_resumes_with_the_same_result(llama: Path, tmp_path: Path) ->
 
 @pytest.mark.gpu
 def test_quantizing_a_model_on_the_gpu_is_as_good_as_on_the_cpu(model: Path, tmp_path: Path) -> None:
-    reports = [llm.quantize(model, tmp_path / str(at), [TEXT], device=at, **OPTIONS) for at in ("cpu", 0)]
+    reports = [llm.quantize(model, tmp_path / str(at), [TEXT], **{**OPTIONS, "device": at}) for at in ("cpu", 0)]
     assert (reports[1].memory_bytes["gpu"] or 0) > 0
     for on_cpu, on_gpu in zip(*(report.layers for report in reports), strict=True):
         for name, (nearest, error) in on_cpu["errors"].items():
@@ -297,13 +298,18 @@ def test_sequences_are_spread_over_all_texts(llama: Path) -> None:
     assert tokenizer.decode(found[1]) == "b" * 40
 
 
-def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_quantizes_a_folder(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(placement, "gpu_count", lambda: 0)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(TEXT)
     options = ["--group-size", "16", "--samples", "4", "--sequence-length", "64", "--symmetric"]
     arguments = ["quantize", str(llama), str(tmp_path / "new"), "--calibration", str(tmp_path / "texts"), *options]
     assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err.startswith("quantize: no GPU here, so the CPU computes")
+    lines = printed.out.splitlines()
     assert lines[-2].startswith("awq+gptq, group size 16, ")
     assert lines[-1] == f"{tmp_path / 'new'}: written"
     assert main(arguments) == 2

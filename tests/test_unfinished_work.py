@@ -177,7 +177,7 @@ def test_the_command_says_how_to_continue_after_ctrl_c(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts.txt").write_text(TEXT)
-    options = ["--group-size", "16", "--samples", "4", "--sequence-length", "64", "--method", "rtn"]
+    options = ["--group-size", "16", "--samples", "4", "--sequence-length", "64", "--method", "rtn", "--device", "cpu"]
     arguments = ["quantize", str(model), str(tmp_path / "new"), "--calibration", str(tmp_path / "texts.txt"), *options]
     save_layer = unfinished_work.UnfinishedWork.save_layer
 

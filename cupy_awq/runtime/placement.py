@@ -36,23 +36,23 @@ def resolve(device: Any = None) -> int:
     >>> resolve("cpu")
     -1
     """
+    index = getattr(device, "id", device)  # A cupy.cuda.Device has the attribute `id`.
     if isinstance(device, str):
         if device == "cpu":
             return HOST
         number = device.removeprefix("cuda:") if device != "cuda" else "0"
         if not re.fullmatch(r"[0-9]{1,9}", number):
             raise ValueError(f"device: expected cpu, cuda, cuda:N or the number of a GPU, got {device!r:.80}")
-        device = int(number)
-    index = getattr(device, "id", device)  # A cupy.cuda.Device has the attribute `id`.
+        index = int(number)
     if isinstance(index, bool) or not isinstance(index, (int, np.integer, NoneType)):
         raise TypeError(f"device: expected None, a str, an int or a cupy.cuda.Device, got {type(device).__name__}")
     count = gpu_count()
     if index is None:
         return _current() if count else HOST
     if not count:
-        raise ValueError(f"device: expected cpu or None, as CuPy sees no GPU, got {index}")
+        raise ValueError(f"device: expected cpu or None, as CuPy sees no GPU, got {device!r:.80}")
     if not 0 <= index < count:
-        raise ValueError(f"device: expected the number of one of the {count} GPUs that CuPy sees, got {index}")
+        raise ValueError(f"device: expected the number of one of the {count} GPUs that CuPy sees, got {device!r:.80}")
     return int(index)
 
 

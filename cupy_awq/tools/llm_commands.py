@@ -89,7 +89,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     score.add_argument("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared in a table")
     score.add_argument("text", metavar="FILE", help="a text file in UTF-8, or - for standard input")
     score.add_argument("--json", action="store_true", help="print a list of objects instead of text")
-    _add_device(score)
+    add_device(score)
 
 
 def _text(argument: str) -> str:
@@ -112,7 +112,8 @@ def _template_arg(argument: str) -> tuple[str, Any]:
         return name, value
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option --device of all commands that run a model."""
     parser.add_argument(
         "--device",
         metavar="cpu|cuda|cuda:N",
@@ -143,7 +144,7 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         help="set a variable of the chat template, such as enable_thinking=false; VALUE is JSON or text; repeatable",
     )
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
-    _add_device(parser)
+    add_device(parser)
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cupy_awq.checkpoint.files import check_downloaded
+from cupy_awq.runtime import placement
+from cupy_awq.tools.llm_commands import add_device
 
 MORE = """
 
@@ -24,7 +26,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     examples = [
         "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64",
-        "Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --evaluate manual.txt --device cuda",
+        "Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --evaluate manual.txt --device cuda:1",
         r"Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --ignore 'layers\.0\.|down_proj'",
     ]
     parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, examples)
@@ -72,12 +74,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         choices=("autoawq", "compressed-tensors"),
         help="the format to write (default: autoawq)",
     )
-    parser.add_argument(
-        "--device",
-        metavar="cpu|cuda|cuda:N",
-        default="cpu",
-        help="the CPU, the first GPU, or GPU N (default: cpu)",
-    )
+    add_device(parser)
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
 
@@ -113,6 +110,8 @@ def _quantize(args: argparse.Namespace) -> int:
             " kinds of text that the model is used for, got none"
         )
     texts = read_texts(args.calibration)
+    if args.device is None and not placement.gpu_count():
+        print("quantize: no GPU here, so the CPU computes, which takes many times longer", file=sys.stderr)
     evaluate = None if args.evaluate is None else "\n".join(read_texts(args.evaluate))
     try:
         report = llm.quantize(

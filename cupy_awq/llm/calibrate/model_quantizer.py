@@ -74,7 +74,7 @@ def quantize(
     ignore: str | None = None,
     evaluate: str | None = None,
     format_name: str = "autoawq",
-    device: Any = "cpu",
+    device: Any = None,
     resume: bool = False,
     progress: LayerProgress | None = None,
     on_step: Callable[[str], None] = lambda step: None,
@@ -100,7 +100,7 @@ def quantize(
         evaluate: a text, not used for calibration, on which the report compares the perplexities of the original model,
             of rounding to nearest and of the result; None for no comparison.
         format_name: "autoawq" or "compressed-tensors".
-        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        device: "cpu", "cuda", "cuda:1", a device ordinal, or None for CuPy's current device (the CPU if there is none).
         resume: True to continue unfinished work, if neither the settings nor the files of the model nor the
             calibration texts have changed.
         progress: a callback that is called at the start and after each layer; see `LayerProgress`.
