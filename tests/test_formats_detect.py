@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from cupy_awq.checkpoint import CheckpointError, read, summarize
+from cupy_awq.checkpoint import CheckpointError, read, save, summarize
 from tests import packers
 from tests.format_files import save_folder
 from tests.packers import Packed
@@ -76,6 +76,12 @@ def named(parts: dict[str, Array]) -> dict[str, Array]:
             {"text_config": {"quantization_config": COMPRESSED}},
             "compressed-tensors",
         ),
+        (packers.compressed_tensors(WEIGHT), {"compression_config": COMPRESSED}, "compressed-tensors"),
+        (
+            packers.compressed_tensors(WEIGHT),
+            {"compression_config": {key: COMPRESSED[key] for key in ("format", "config_groups")}},
+            "compressed-tensors",
+        ),
     ],
 )
 def test_format_is_told_by_configurations_of_all_ages_and_by_tensors(
@@ -122,6 +128,20 @@ def test_symmetric_zero_points_of_auto_round_are_dropped_where_the_settings_say_
     assert read(tmp_path).specs["m"].zeros == "symmetric"
     save_folder(tmp_path, named(packers.awq_gemm(WEIGHT)), {"quantization_config": config})
     assert read(tmp_path).specs["m"].zeros == "packed"
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_the_settings_of_compressed_tensors_hold_under_both_keys(tmp_path: Path, key: str) -> None:
+    """An 8-bit checkpoint is refused, and `save` replaces the settings."""
+    for name, change in (("num_bits", 8), ("type", "float")):
+        weights = {**COMPRESSED["config_groups"]["group_0"]["weights"], name: change}
+        config = {**COMPRESSED, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+        with pytest.raises(CheckpointError, match=f"{name}: expected .*, got {change!r}"):
+            read(save_folder(tmp_path, named(packers.compressed_tensors(WEIGHT)), {key: config}))
+    contents = read(save_folder(tmp_path / "in", named(packers.compressed_tensors(WEIGHT)), {key: COMPRESSED}))
+    save(tmp_path / "in", contents, "gptq")
+    assert json.loads((tmp_path / "in" / "config.json").read_text()).keys() == {"quantization_config"}
+    assert read(tmp_path / "in").format_name == "gptq v2"
 
 
 def test_kv_cache_scheme_is_warned_of(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cupy_awq import llm
 from cupy_awq.tools.command_line import main
@@ -191,6 +191,41 @@ def test_a_token_that_the_tokenizer_does_not_have_has_no_text(tmp_path: Path) ->
     folder = chain_folder(tmp_path / "m", inner, {newline: 400, 400: a, a: 258})
     done = llm.load(folder, device="cpu").generate("hi", max_tokens=8)[0]
     assert (done.text, done.reason, done.tokens[0]) == ("A", "stop", 400)
+
+
+def test_calibration_texts_may_hold_the_turns_of_chats(tmp_path: Path) -> None:
+    """QwenLM/Qwen3 #692: special tokens in the texts, and decomposed Unicode under a normalizer that composes it."""
+    inner = llm_models.tokenizer()
+    inner.normalizer = tokenizers.normalizers.NFC()
+    turn = "<|im_start|>user\ncafe\u0301 \u212b {}<|im_end|>\n<|im_start|>assistant\nworld<|im_end|>\n<|end|>"
+    folder = chain_folder(tmp_path / "m", inner, {})
+    options = {"group_size": 32, "method": "rtn", "samples": 8, "sequence_length": 64, "device": "cpu"}
+    report = llm.quantize(folder, tmp_path / "out", [turn.format(i) for i in range(40)], **options)
+    assert len(report.layers) == 1
+    assert llm.load(tmp_path / "out", device="cpu").generate("hi", max_tokens=2)[0].reason == "length"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("up", "down"), [(30.0, 1.0), (3e4, 1e-3), (30.0, 1e4)], ids=["small", "gated", "output"])
+def test_activations_beyond_float16_are_finite_or_an_error(tmp_path: Path, up: float, down: float, device: str) -> None:
+    """QwenLM/Qwen3 #761: products of the MLP near 1e6. The CPU computes in float32."""
+    folder = chain_folder(tmp_path / "m", llm_models.tokenizer(), {i: (i * 7 + 1) % VOCAB for i in range(VOCAB)})
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    for name, factor in {"gate": 30.0, "up": up, "down": down}.items():
+        key = f"model.layers.0.mlp.{name}_proj.weight"
+        n, k = tensors[key].shape
+        tensors[key] = (rng.standard_normal((n, k)) * factor * k**-0.5).astype(np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    text = "The quick brown fox"
+    expected = llm.load(folder, device="cpu").score(text).log_likelihood
+    assert np.isfinite(expected)
+    try:
+        found = llm.load(folder, device=device).score(text).log_likelihood
+    except ValueError as error:
+        assert (device, max(up, down) > 1e3) == ("cuda", True), error
+        assert "activations overflow" in str(error)
+        return
+    assert found == pytest.approx(expected, rel=0.02, abs=0.1)
 
 
 def test_variables_of_the_template_reach_it_from_every_entrance(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantization entry of a checkpoint folder's configuration files.
 
-``config.json`` holds the entry under ``quantization`` (MLX) or ``quantization_config`` (other formats); in a multimodal
-model, ``quantization_config`` may be inside ``text_config``. Older AutoGPTQ and AutoAWQ folders have a separate file.
+``config.json`` holds the entry under ``quantization`` (MLX), ``compression_config`` (early compressed-tensors) or
+``quantization_config`` (other formats); in a multimodal model, the last two may be inside ``text_config``. Older
+AutoGPTQ and AutoAWQ folders have a separate file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json"
 
 MLX = "quantization"
 HUGGING_FACE = "quantization_config"
+COMPRESSION = "compression_config"
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ def read(folder: Path) -> Entry | None:
         if isinstance(mlx, dict) and "bits" in mlx:
             return Entry(file, MLX, mlx)
         for parent in (table, text if isinstance(text, dict) else {}):
-            if parent.get(HUGGING_FACE) is not None:
-                return _make_entry(file, HUGGING_FACE, parent[HUGGING_FACE])
+            for key in (HUGGING_FACE, COMPRESSION):
+                if parent.get(key) is not None:
+                    return _make_entry(file, key, parent[key])
     for name in FILES:
         if (file := folder / name).is_file():
             return _make_entry(file, "", read_object(file))

@@ -87,10 +87,12 @@ def _detect_from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
 def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     """Detect the format from a quantization configuration without ``quant_method``.
 
-    Older AutoAWQ, MLX and older AutoGPTQ write such configurations.
+    Older AutoAWQ, MLX, older AutoGPTQ and early compressed-tensors write such configurations.
 
     Returns the format and a phrase that states the evidence for it, as the readers in `METHODS` do.
     """
+    if "config_groups" in table:
+        return _read_compressed_tensors(tensors, table, where)
     if "version" in table or "w_bit" in table or "q_group_size" in table:
         return _read_awq(tensors, table, where)
     if "bits" in table and "group_size" in table:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cupy_awq import atomic
 from cupy_awq.checkpoint import nibbles, replacement, safetensors
-from cupy_awq.checkpoint.config import HUGGING_FACE, MLX
+from cupy_awq.checkpoint.config import COMPRESSION, HUGGING_FACE, MLX
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import check_path, read_object
 from cupy_awq.checkpoint.module import Module, ModuleSpec
@@ -168,7 +168,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without quantization entries, at its top level and in ``text_config``."""
-    kept = {key: value for key, value in config.items() if key not in (MLX, HUGGING_FACE)}
+    kept = {key: value for key, value in config.items() if key not in (MLX, HUGGING_FACE, COMPRESSION)}
     if isinstance(kept.get("text_config"), dict):
         kept["text_config"] = _without_quantization(kept["text_config"])
     return kept
