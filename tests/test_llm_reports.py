@@ -222,8 +222,8 @@ def test_activations_beyond_float16_are_finite_or_an_error(tmp_path: Path, up: f
     try:
         found = llm.load(folder, device=device).score(text).log_likelihood
     except ValueError as error:
-        assert (device, max(up, down) > 1e3) == ("cuda", True), error
-        assert "activations overflow" in str(error)
+        if device == "cpu" or max(up, down) < 1e3 or "activations overflow" not in str(error):
+            raise
         return
     assert found == pytest.approx(expected, rel=0.02, abs=0.1)
 
