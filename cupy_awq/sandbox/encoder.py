@@ -6,13 +6,23 @@ The library uses it for tokenizers whose parts are all known, and the worker pro
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-MAX_ALTERNATIVES = 300
-"""The largest number of tokens that `TokenFinder` tries one by one; Llama 3 has 256 special tokens."""
+MAX_ALTERNATIVES, MAX_CHARACTERS = 300, 1 << 15
+"""The largest number of tokens that `TokenFinder` tries one by one, and their largest total length in characters.
+
+Llama 3 has 256 special tokens of 7,000 characters.
+"""
+
+MAX_COMPARISONS = 1 << 29
+"""The largest number of characters of the tokens, times the positions where one may start, for which it does so."""
+
+MAX_TOKEN_CHARACTERS = 1 << 12
+"""The largest number of characters per token that a decoder may return."""
 
 EMPTY_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 
@@ -21,25 +31,28 @@ class TokenFinder:
     """A search for the texts of tokens.
 
     Few tokens are the alternatives of a regular expression, which is fast if they start equally, as special tokens do.
-    Of many, each would be tried at each character; ``tokenizers`` searches for all at once.
+    Of others, each would be tried at each character; ``tokenizers`` searches for all at once.
     """
 
     def __init__(self, contents: Iterable[str]) -> None:
-        texts = sorted({content for content in contents if content}, key=len, reverse=True)
+        self._texts = sorted({content for content in contents if content}, key=len, reverse=True)
+        self._characters, self._starts = sum(map(len, self._texts)), {text[0] for text in self._texts}
         self._pattern: re.Pattern[str] | None = None
-        self._inner: Any = None
-        if len(texts) <= MAX_ALTERNATIVES:
-            self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-            return
+        if len(self._texts) <= MAX_ALTERNATIVES and self._characters <= MAX_CHARACTERS:
+            self._pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
+
+    @functools.cached_property
+    def _inner(self) -> Any:
         import tokenizers
 
-        self._inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-        added = [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts]
-        self._inner.add_special_tokens(added)
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        added = [tokenizers.AddedToken(text, special=True, normalized=False) for text in self._texts]
+        inner.add_special_tokens(added)
+        return inner
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return the [start, end) of each token in ``text``; of overlapping ones the leftmost, then the longest."""
-        if self._pattern is not None:
+        if self._pattern is not None and self._characters * sum(map(text.count, self._starts)) <= MAX_COMPARISONS:
             return [match.span() for match in self._pattern.finditer(text)]
         found: list[tuple[int, int]] = self._inner.encode(text, add_special_tokens=False).offsets
         return found
@@ -87,9 +100,25 @@ class Encoder:
         model = self.inner.model
         return [token.id for word in words if word for token in model.tokenize(word)]
 
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]], add_special_tokens: bool) -> list[int]:
+        """Return the token ids of the pieces of a text: (piece, whether no added token is recognized in it)."""
+        ids: list[int] = []
+        for i, (piece, is_plain) in enumerate(pieces):
+            if is_plain:
+                ids += self.encode_plain(piece, continues=bool(ids))
+            else:
+                adds = add_special_tokens and i == 0
+                ids += self.encode(piece, continues=bool(ids), add_special_tokens=adds)
+        return ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids by the decoder of ``inner``."""
+        """Return the text of token ids by the decoder of ``inner``.
+
+        Raises ValueError if it is longer than `MAX_TOKEN_CHARACTERS` per id.
+        """
         text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(text) > MAX_TOKEN_CHARACTERS * len(ids):
+            raise ValueError(f"expected at most {MAX_TOKEN_CHARACTERS} characters per token, got {len(text)}")
         return text
 
     def id_to_token(self, token: int) -> str | None:

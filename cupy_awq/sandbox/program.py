@@ -58,11 +58,12 @@ def load_tokenizer(**arguments: Any) -> dict[str, Any]:
     return encoder.load(**arguments)
 
 
-def use_tokenizer(method: str, **arguments: Any) -> Any:
-    """Call a method of the loaded tokenizer."""
+def use_tokenizer(method: str, **arguments: Any) -> tuple[Any, float]:
+    """Call a method of the loaded tokenizer; the second value is the CPU time in seconds."""
     from cupy_awq.sandbox import encoder
 
-    return getattr(encoder.loaded(), method)(**arguments)
+    began = time.process_time()
+    return getattr(encoder.loaded(), method)(**arguments), time.process_time() - began
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -9,12 +9,20 @@ from typing import Any
 
 from cupy_awq.sandbox.worker import ProgramError, Worker
 
+SAVED_SECONDS = 1.0
+"""The largest CPU time in seconds that earlier calls can leave to a call."""
+
+CALL_SECONDS = 0.01
+"""The CPU time in seconds that each call adds; a step of a decoder takes microseconds."""
+
 CHARACTERS_PER_SECOND = 1 << 18
-"""The number of characters that add a second to the CPU time of a call."""
+"""The number of characters that add a second to the CPU time."""
 
 
 class RemoteEncoder:
     """An `Encoder` in a worker process, with the same methods. After a limit, the next call loads it again.
+
+    All calls share their CPU time, so that many short ones are not slower than the texts that they process allow.
 
     Args:
         text: the tokenizer.json.
@@ -30,6 +38,7 @@ class RemoteEncoder:
     def __init__(self, text: str, added: Sequence[Mapping[str, Any]]) -> None:
         self._text, self._added = text, [dict(entry) for entry in added]
         self._worker = Worker()
+        self._left = SAVED_SECONDS
         self._description = self._load()
 
     def _load(self) -> dict[str, Any]:
@@ -37,10 +46,13 @@ class RemoteEncoder:
         return description
 
     def _use(self, method: str, characters: int = 0, **arguments: Any) -> Any:
-        seconds = 1 + characters / CHARACTERS_PER_SECOND
+        left = min(self._left, SAVED_SECONDS) + CALL_SECONDS + characters / CHARACTERS_PER_SECOND
+        self._left = SAVED_SECONDS  # after an error, which ends a generation
         while True:
             try:
-                return self._worker.call("use_tokenizer", cpu_seconds=seconds, method=method, **arguments)
+                result, seconds = self._worker.call("use_tokenizer", cpu_seconds=left, method=method, **arguments)
+                self._left = max(left - seconds, 0)
+                return result
             except ProgramError as error:
                 if error.kind != "NotLoadedError":
                     raise
@@ -55,6 +67,12 @@ class RemoteEncoder:
     def encode_plain(self, text: str, continues: bool = False) -> list[int]:
         """Return the token ids of a text in which no added token is recognized."""
         ids: list[int] = self._use("encode_plain", len(text), text=text, continues=continues)
+        return ids
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], add_special_tokens: bool) -> list[int]:
+        """Return the token ids of the pieces of a text: (piece, whether no added token is recognized in it)."""
+        characters = sum(len(piece) for piece, _ in pieces)
+        ids: list[int] = self._use("encode_pieces", characters, pieces=pieces, add_special_tokens=add_special_tokens)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

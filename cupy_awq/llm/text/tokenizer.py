@@ -7,8 +7,9 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import parse_object, printable
@@ -20,6 +21,9 @@ from cupy_awq.llm.text.remote import RemoteEncoder
 from cupy_awq.sandbox import encoder
 from cupy_awq.sandbox.encoder import Encoder, TokenFinder
 
+MAX_SEARCH = 1 << 28
+"""The largest number of added tokens, times the characters of the chat template in which they are searched."""
+
 FIRST_CHARACTERS = 8
 """The characters per token of the limit that `Tokenizer.encode` first tries on a long text."""
 
@@ -28,6 +32,8 @@ OPEN, CLOSE = "\ue000", "\ue001"
 
 The index stands for the text of a special token, which the template must not see.
 """
+
+_Result = TypeVar("_Result")
 
 _INDEX = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
@@ -67,14 +73,19 @@ class Tokenizer:
         described = self._encoder.describe()
         added = [(i, text, is_special) for i, text, is_special in described["added"] if text]
         self.special_ids = {text: i for i, text, is_special in added if is_special}
+        if template is not None and len(added) * len(template) > MAX_SEARCH:
+            raise CheckpointError(
+                f"{where}: expected at most {MAX_SEARCH // len(template)} added tokens beside a chat template of"
+                f" {len(template)} characters, got {len(added)}"
+            )
         others = [text for _, text, is_special in added if not is_special and text in (template or "")]
         self._special_texts = TokenFinder(self.special_ids)
         self._user_texts = TokenFinder([*self.special_ids, *others])
         self._decoder = TokenDecoder(
             described["decoder"],
             frozenset(self.special_ids.values()),
-            self._encoder.id_to_token,
-            self._encoder.decode,
+            partial(self._call, self._encoder.id_to_token),
+            partial(self._call, self._encoder.decode),
         )
         named = self.special.get("bos_token")
         first = self._encoder.token_to_id(named) if bos is None and isinstance(named, str) else bos
@@ -109,6 +120,7 @@ class Tokenizer:
         with guarded(where):
             text = data.decode("utf-8")
             is_known = pipeline.is_known(table)
+            table = {name: table.get(name) for name in ("normalizer", "pre_tokenizer")}  # frees the vocabulary
             inner = encoder.build(text, table, added) if is_known else RemoteEncoder(text, added)
             return cls(inner, template, special, where=where, template_where=template_where)
 
@@ -142,7 +154,7 @@ class Tokenizer:
 
         def encode(part: str) -> list[int]:
             pieces = [(part, False)] if special_tokens else list(_cut(part, self._special_texts.spans(part)))
-            return self._encode_pieces(pieces, add_special_tokens)
+            return self._call(self._encoder.encode_pieces, pieces, add_special_tokens)
 
         ids = _encode_part(encode, _encodable(text), limit)
         if not add_special_tokens:
@@ -153,27 +165,18 @@ class Tokenizer:
             warnings.warn(f"{self._where}: the text starts with the BOS token, which is added once more", stacklevel=3)
         return ids
 
-    def _encode_pieces(self, pieces: Sequence[tuple[str, bool]], add_special_tokens: bool) -> list[int]:
-        """Return the token ids of the pieces of a text: (piece, whether special tokens in it are plain text)."""
-        ids: list[int] = []
+    def _call(self, method: Callable[..., _Result], *args: Any) -> _Result:
+        """Return the result of a method of the encoder."""
         with guarded(self._where):
-            for i, (piece, is_plain) in enumerate(pieces):
-                if is_plain:
-                    ids += self._encoder.encode_plain(piece, continues=bool(ids))
-                else:
-                    adds = add_special_tokens and i == 0
-                    ids += self._encoder.encode(piece, continues=bool(ids), add_special_tokens=adds)
-        return ids
+            return method(*args)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        with guarded(self._where):
-            return self._decoder.decode(ids)
+        return self._decoder.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character; those of a special token are empty."""
-        with guarded(self._where):
-            return self._decoder.bytes(token) if self._decoder.is_bytewise else self._decoder.decode([token]).encode()
+        return self._decoder.bytes(token) if self._decoder.is_bytewise else self._decoder.decode([token]).encode()
 
     def stream(self, earlier: Sequence[int] = ()) -> DecodeStream:
         """Return an incremental decoder, which takes one token at a time; see `DecodeStream` for ``earlier``."""
@@ -221,7 +224,7 @@ class Tokenizer:
                 for i, piece in enumerate(_INDEX.split(part)):
                     number = int(piece) if i % 2 and len(piece) < 10 else 0
                     pieces.append((plain[number] if number < len(plain) else "", True) if i % 2 else (piece, False))
-            return self._encode_pieces(pieces, False)
+            return self._call(self._encoder.encode_pieces, pieces, False)
 
         return _encode_part(encode, _encodable(text), limit)
 
