@@ -10,7 +10,7 @@ weight_g_idx [K] int32: the group index of each row of W; only with activation o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -175,8 +175,8 @@ UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))
 """The format of a file without a configuration: the settings are inferred from each module's tensors."""
 
 
-def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
-    """Parse ``table``, the ``quantization_config`` of a model's configuration.
+def read_config(table: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> CompressedTensors:
+    """Parse ``table``, the ``quantization_config`` of a model's configuration, for modules with ``names``.
 
     Raises CheckpointError, with a message that starts with ``where``, if ``table`` is malformed or describes anything
     but 4-bit integer weights (per channel or per group, without sparsity and rotations) and unquantized activations.
@@ -201,7 +201,7 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
         _read_group(name, group, default, f"{where}: config_groups: {name!s:.80}") for name, group in groups.items()
     )
     try:
-        patterns = Patterns([pattern for _, _, patterns in schemes for pattern in patterns])
+        patterns = Patterns([pattern for _, _, patterns in schemes for pattern in patterns], names)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: config_groups: targets: {error}") from None
     warning = ""

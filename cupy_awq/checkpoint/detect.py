@@ -141,7 +141,7 @@ def _read_gptq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[
         if name.endswith(".B") and name.removesuffix("B") + "s" in tensors:
             raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected qweight, got marlin's B and s")
     group_size = _read_group_size(table, where, "group_size")
-    rules = read_rules(table.get("dynamic"), "dynamic", where, has_names=False)
+    rules = read_rules(table.get("dynamic"), "dynamic", where, has_names=False, names=_list_modules(tensors))
     reason = f"{key} {stated!r:.80} in {where}" if stated else f"quant_method 'gptq' in {where}"
     by_auto_gptq = "gptqmodel" not in str(table.get("meta"))[:1000] and table.get("provider") != "auto-round"
     return Gptq(version, group_size, rules, checks_zeros=version == 1 and by_auto_gptq), reason
@@ -158,7 +158,7 @@ def _read_auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> 
     act_bits = table.get("act_bits", 16)
     if type(act_bits) is not int or act_bits < 16:
         raise CheckpointError(f"{where}: act_bits: expected 16 (weights alone are quantized), got {act_bits!r:.80}")
-    rules = read_rules(table.get("extra_config"), "extra_config", where, has_names=True)
+    rules = read_rules(table.get("extra_config"), "extra_config", where, has_names=True, names=_list_modules(tensors))
     version, reason = AUTO_ROUND_VERSIONS[packing], f"{key} {packing!r:.80} in {where}"
     if version is None:
         return AutoAwq(None, False if table.get("sym") else None, where, rules), reason
@@ -166,7 +166,9 @@ def _read_auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> 
 
 
 def _read_compressed_tensors(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
-    return compressed_tensors.read_config(table, where), f"format {table.get('format')!r:.80} in {where}"
+    return compressed_tensors.read_config(
+        table, where, _list_modules(tensors)
+    ), f"format {table.get('format')!r:.80} in {where}"
 
 
 def _read_hqq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
@@ -190,6 +192,11 @@ METHODS: dict[str, Callable[[Tensors, Mapping[str, Any], str], tuple[Format, str
 A reader maps (tensors by name, the quantization entry, the configuration's path) to the format and a phrase that states
 the evidence for it. It raises CheckpointError for settings that are not supported.
 """
+
+
+def _list_modules(tensors: Tensors) -> set[str]:
+    """Return the names of tensors up to the last dot."""
+    return {name.rpartition(".")[0] for name in tensors}
 
 
 def _check_bits(table: Mapping[str, Any], where: str, *keys: str) -> None:

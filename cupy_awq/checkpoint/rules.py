@@ -8,7 +8,7 @@ process, whose CPU time is limited.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Patterns:
 
     Args:
         texts: the expressions.
+        names: names that `find` will probably be called with, which are matched in one call of the worker process.
 
     Raises:
         CheckpointError: an expression is malformed or longer than `MAX_PATTERN`.
@@ -39,12 +40,13 @@ class Patterns:
     1
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], names: Iterable[str] = ()) -> None:
         longest = max(map(len, texts), default=0)
         if longest > MAX_PATTERN:
             raise CheckpointError(f"expected expressions of at most {MAX_PATTERN} characters, got {longest}")
-        self._texts = list(texts)
+        self._texts, self._expected = list(texts), list(names)
         self._left = MAX_SECONDS
+        self._found: dict[str, int] = {}
         if texts:
             self._match([])
 
@@ -53,10 +55,15 @@ class Patterns:
 
         Raises CheckpointError if this takes too long.
         """
-        found = self._match([name])[0] if self._texts else -1
+        if not self._texts:
+            return None
+        if name not in self._found:
+            expected, self._expected = self._expected, []
+            self._match([name, *expected])
+        found = self._found[name]
         return None if found < 0 else found
 
-    def _match(self, names: list[str]) -> list[int]:
+    def _match(self, names: list[str]) -> None:
         if self._left < 0:
             raise CheckpointError(
                 f"expected expressions that match all names in {MAX_SECONDS} s of CPU time, got slower ones"
@@ -68,8 +75,7 @@ class Patterns:
         except worker.LimitError as error:
             raise CheckpointError(f"expected regular expressions that match soon, got others: {error}") from None
         self._left -= seconds
-        indices: list[int] = found
-        return indices
+        self._found |= zip(names, found, strict=True)
 
 
 def read_literal(text: str) -> str | None:
@@ -120,7 +126,7 @@ class Rules:
         return found
 
 
-def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
+def read_rules(table: Any, key: str, where: str, *, has_names: bool, names: Iterable[str] = ()) -> Rules:
     """Parse the per-module settings of a configuration: ``table`` maps a module name or expression to settings.
 
     The prefix "+:" of a name is ignored. The prefix "-:" excludes modules from quantization; their settings are empty.
@@ -131,6 +137,7 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
         where: the path of the configuration, for error messages.
         has_names: whether an equal module name takes precedence over the expressions (auto-round); if False, the first
             match in the order of the table applies (GPTQModel).
+        names: the names of modules, as in `Patterns`.
 
     Raises:
         CheckpointError: the table is malformed.
@@ -156,7 +163,7 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
         else:  # `save` writes one for each dense module
             literals.setdefault(literal, (len(patterns), values))
     try:
-        compiled = Patterns([text for text, _ in patterns])
+        compiled = Patterns([text for text, _ in patterns], names)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {key}: {error}") from None
     return Rules(key, exact, compiled, tuple(values for _, values in patterns), literals)
