@@ -317,3 +317,17 @@ def test_the_context_of_yarn_is_the_original_one_times_the_factor(changes: dict[
     decoder = hugging_face.describe({**LLAMA, **changes}, "config.json")
     assert decoder.context == context
     assert decoder.layers[0].mixer.rope.context == LLAMA["max_position_embeddings"] == 256
+
+
+def test_back_ends_refuse_an_option_that_they_do_not_execute(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = llm_models.decoder(**QWEN3)
+    assert {"Attention", "Attention.q_norm", "Attention.k_norm"} <= decoder.options
+    monkeypatch.setattr(NumpyOps, "options", NumpyOps.options - {"Attention.q_norm", "Mlp"})
+    with pytest.raises(ValueError, match=r"^qwen3: expected no Attention\.q_norm and no Mlp on a CPU, got some$"):
+        NumpyOps(decoder)
+
+
+def test_every_module_with_the_attributes_of_a_family_is_found() -> None:
+    folder = PACKAGE / "llm" / "families"
+    found = {file.stem for file in folder.glob("*.py") if "\nMODEL_TYPE = " in file.read_text()}
+    assert found == set(families.FAMILIES)

@@ -19,6 +19,13 @@ from cupy_awq.llm.decoder.states import Cache, Pages
 from cupy_awq.llm.families.description import Experts
 from cupy_awq.llm.files.model_files import Linear
 
+OPTIONS = frozenset(
+    "Decoder Decoder.tied Decoder.extra_layers LayerSpec LinearSpec LinearSpec.bias NormSpec Attention Attention.q_norm"
+    " Attention.k_norm Mlp Experts Experts.shared Experts.shared_gate Router Router.renormalize Router.scoring Router.bias"
+    " Router.groups Router.scale".split()
+)
+"""The `Decoder.options` that both back ends execute."""
+
 Forward = Callable[[Array, Any], Array]
 """The forward pass: a function from new tokens [B, S] and a batch to x [B, S, hidden], after the last operation.
 
@@ -52,6 +59,8 @@ class DecodeLoop(Protocol):
 class DecoderOps(Protocol):
     """The operations of a back end, for one decoder on one device."""
 
+    options: frozenset[str]
+    """The `Decoder.options` that the back end executes; its constructor refuses a decoder with any other."""
     device_index: int
     """The device ordinal, or `check.HOST`."""
     int8_min_k: int

@@ -25,7 +25,7 @@ from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import cuda_experts, states, upload
-from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
@@ -121,15 +121,17 @@ class CudaOps(DecoderOps):
             position of a token.
 
     Raises:
-        ValueError: the kernels do not support the sizes of the model.
+        ValueError: the kernels do not support the sizes or the options of the model.
     """
 
+    options = OPTIONS
     int8_min_k = 2048  # on an H100, 8 bits are faster than float16 for K = 4096, but not for K = 576 and 1536
     prefill_chunk = 2048
 
     def __init__(
         self, config: Decoder, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
     ) -> None:
+        config.require(self.options, "on a GPU")
         for head_dim in {layer.mixer.head_dim for layer in config.layers}:
             if head_dim % 8 or head_dim > 256:
                 raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {head_dim}")

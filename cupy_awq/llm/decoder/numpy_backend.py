@@ -17,7 +17,7 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.expert_check import TopK
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
-from cupy_awq.llm.decoder.backend import DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
@@ -44,6 +44,7 @@ class NumpyOps(DecoderOps):
             separately.
     """
 
+    options = OPTIONS
     device_index = HOST
     int8_min_k = sys.maxsize
     prefill_chunk = 512
@@ -56,6 +57,7 @@ class NumpyOps(DecoderOps):
         xp: Any = np,
         batch_invariant: bool = False,
     ) -> None:
+        config.require(self.options, "on a CPU")
         self.config, self.xp = config, xp
         self._batch_invariant = batch_invariant
         self._multiply = reference.multiply_rows if batch_invariant else xp.matmul

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of decoders: how a configuration becomes a `Decoder`, and how formats name its parts.
 
-A family is a module of this package with the attributes of `Family`, listed in `FAMILIES`.
+A family is a module of this package with the attributes of `Family`; `FAMILIES` finds all of them.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from cupy_awq.llm.families import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 
 
+@runtime_checkable
 class Family(Protocol):
     """A family of decoders.
 
@@ -42,9 +44,8 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Mapping[str, Family] = {
-    family.MODEL_TYPE: family for family in (llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
-}
+_MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+FAMILIES: Mapping[str, Family] = {module.MODEL_TYPE: module for module in _MODULES if isinstance(module, Family)}
 """The families by model type."""
 
 

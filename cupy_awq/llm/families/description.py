@@ -7,7 +7,9 @@ the configuration of a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -276,9 +278,37 @@ class Decoder:
             if not is_positive(norm.eps):
                 raise ValueError(f"eps: expected a positive number, got {norm.eps!r:.80}")
 
+    @property
+    def options(self) -> frozenset[str]:
+        """The blocks and the optional fields that the decoder uses, such as "Experts" and "Attention.q_norm".
+
+        A field with a default is used if it has another value.
+        """
+        return frozenset(_list_options(self))
+
+    def require(self, supported: frozenset[str], where: str) -> None:
+        """Raise ValueError if the decoder has `options` that are not supported ``where``, such as "on a GPU"."""
+        if others := self.options - supported:
+            raise ValueError(f"{self.model_type}: expected no {' and no '.join(sorted(others))} {where}, got some")
+
     def rope_frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
         """Return the RoPE frequencies of the first layer and their factor, as `Rope.frequencies` does."""
         return self.layers[0].mixer.rope.frequencies()
+
+
+def _list_options(block: Any) -> Iterator[str]:
+    """Yield the `Decoder.options` of a block and of the blocks in it; the parameters of a `Rope` are none."""
+    if isinstance(block, tuple):
+        for item in block:
+            yield from _list_options(item)
+    elif is_dataclass(block) and not isinstance(block, Rope):
+        name = type(block).__name__
+        yield name
+        for part in fields(block):
+            value = getattr(block, part.name)
+            if part.default is not MISSING and value != part.default:
+                yield f"{name}.{part.name}"
+            yield from _list_options(value)
 
 
 def check_sizes(**sizes: int) -> None:
