@@ -30,6 +30,11 @@ class Workspace(NamedTuple):
     partial_bytes: int = 0
     counters: int = 0
 
+    @classmethod
+    def for_split_k(cls, split_k: int, tiles: int, elements: int) -> Workspace:
+        """Return the workspace of ``split_k`` CTAs per tile of ``elements`` float32 sums, with a counter per tile."""
+        return cls(4 * tiles * split_k * elements, tiles) if split_k > 1 else cls()
+
 
 class TuningKey(NamedTuple):
     """The key of a problem in the tables of tuned configurations (`cupy_awq.kernels.tuned`).
@@ -212,14 +217,23 @@ class MemoryBoundProblem(KernelProblem):
 MemoryBoundT = TypeVar("MemoryBoundT", bound=MemoryBoundProblem)
 
 
+def sole_configs(problem: KernelProblem, device: Device) -> Sequence[SoleConfig]:
+    """Return the only configuration."""
+    return (SoleConfig(),)
+
+
+def traffic_us(config: Config, problem: MemoryBoundProblem, device: Device) -> float:
+    """Return the run time in microseconds: launch overhead, and the memory traffic at the nominal bandwidth."""
+    return device.rates.launch_us + device.read_us(problem.nbytes)
+
+
 class SoleConfigFamily(Family[MemoryBoundT, SoleConfig]):
     """A kernel family with one configuration per problem, whose modelled time is that of the memory traffic."""
 
-    def configs(self, problem: MemoryBoundT, device: Device) -> Sequence[SoleConfig]:
-        return (SoleConfig(),)
+    configs = staticmethod(sole_configs)
 
     def estimate_us(self, config: SoleConfig, problem: MemoryBoundT, device: Device) -> float:
-        return device.rates.launch_us + device.read_us(problem.nbytes)
+        return traffic_us(config, problem, device)
 
 
 class FunctionFamily(Family[ProblemT, ConfigT]):

@@ -39,7 +39,5 @@ class WarpTileConfig:
         return 32 * self.warps_n
 
     def workspace(self, tiles: int) -> Workspace:
-        """Return the split-K workspace: one float32 per split and element of ``tiles`` tiles, one counter per tile."""
-        if self.split_k == 1:
-            return Workspace()
-        return Workspace(tiles * self.split_k * self.block_m * self.block_n * 4, tiles)
+        """Return the split-K workspace for a number of tiles."""
+        return Workspace.for_split_k(self.split_k, tiles, self.block_m * self.block_n)

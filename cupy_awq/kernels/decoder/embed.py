@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cupy_awq.kernels.decoder.common import int32s, plan_launch
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -55,11 +55,4 @@ def plan(config: SoleConfig, problem: Embedding, device: Device) -> LaunchPlan:
     return replace(plan, dependent=False)
 
 
-class Embed(SoleConfigFamily[Embedding]):
-    """The family ``embed``."""
-
-    NAME = NAME
-    plan = staticmethod(plan)
-
-
-EMBED = Embed()
+EMBED = FunctionFamily(NAME, sole_configs, traffic_us, plan)

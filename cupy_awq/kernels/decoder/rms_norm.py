@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_awq.kernels.decoder.common import int32s, plan_launch
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -68,11 +68,4 @@ def plan(config: SoleConfig, problem: RmsNormalization, device: Device) -> Launc
     return plan_launch(device, NAME, defines, (problem.m, 1, 1), threads, arguments)
 
 
-class RmsNorm(SoleConfigFamily[RmsNormalization]):
-    """The family ``rms_norm``."""
-
-    NAME = NAME
-    plan = staticmethod(plan)
-
-
-RMS_NORM = RmsNorm()
+RMS_NORM = FunctionFamily(NAME, sole_configs, traffic_us, plan)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_awq.kernels.decoder.common import COMMON_HEADS, int32s, plan_launch
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -79,11 +79,4 @@ def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan
     return plan_launch(device, NAME, defines, (ctas, 1, 1), threads, arguments)
 
 
-class RopeCache(SoleConfigFamily[RopeCaching]):
-    """The family ``rope_cache``."""
-
-    NAME = NAME
-    plan = staticmethod(plan)
-
-
-ROPE_CACHE = RopeCache()
+ROPE_CACHE = FunctionFamily(NAME, sole_configs, traffic_us, plan)

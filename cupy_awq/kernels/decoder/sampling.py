@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.decoder.common import THREADS, int32s, plan_launch
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -97,44 +97,34 @@ class ThresholdSearch(MemoryBoundProblem):
             yield cls(1, 8, temperature=0.8, penalty=penalty)
 
 
-class SampleToken(SoleConfigFamily[TokenSampling]):
-    """The family ``sample_token``."""
+def plan_sample(config: SoleConfig, problem: TokenSampling, device: Device) -> LaunchPlan:
+    """Return the launch plan.
 
-    NAME = "sample_token"
-
-    def plan(self, config: SoleConfig, problem: TokenSampling, device: Device) -> LaunchPlan:
-        """Return the launch plan.
-
-        The buffers are logits, seen, limits, tokens, lengths, partials, counters and host_tokens; limits is a null
-        pointer if every token may be sampled.
-        """
-        buffers = ("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "host_tokens")
-        numbers = np.uint64(problem.seed), np.float32(problem.temperature), np.float32(problem.penalty)
-        arguments = (*buffers, *int32s(problem.vocab, problem.first_sequence), *numbers)
-        defines = _constants(problem) | {"ADVANCE": int(problem.advance)}
-        resident_ctas = 1024 // THREADS * device.sm_count
-        ctas = max(1, min(MAX_SAMPLE_CTAS, resident_ctas // problem.m))
-        return plan_launch(device, self.NAME, defines, (ctas, problem.m, 1), THREADS, arguments, source="sample")
+    The buffers are logits, seen, limits, tokens, lengths, partials, counters and host_tokens; limits is a null
+    pointer if every token may be sampled.
+    """
+    buffers = ("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "host_tokens")
+    numbers = np.uint64(problem.seed), np.float32(problem.temperature), np.float32(problem.penalty)
+    arguments = (*buffers, *int32s(problem.vocab, problem.first_sequence), *numbers)
+    defines = _constants(problem) | {"ADVANCE": int(problem.advance)}
+    resident_ctas = 1024 // THREADS * device.sm_count
+    ctas = max(1, min(MAX_SAMPLE_CTAS, resident_ctas // problem.m))
+    return plan_launch(device, SAMPLE_TOKEN.NAME, defines, (ctas, problem.m, 1), THREADS, arguments, source="sample")
 
 
-class SamplingThreshold(SoleConfigFamily[ThresholdSearch]):
-    """The family ``sampling_threshold``."""
-
-    NAME = "sampling_threshold"
-
-    def plan(self, config: SoleConfig, problem: ThresholdSearch, device: Device) -> LaunchPlan:
-        """Return the launch plan; the buffers are logits, seen and limits."""
-        log_min_p = math.log(problem.min_p) if problem.min_p > 0 else -math.inf
-        sizes = int32s(problem.vocab, min(problem.top_k, problem.vocab))
-        numbers = map(np.float32, (problem.temperature, problem.penalty, problem.top_p, log_min_p))
-        defines = _constants(problem) | {"ADVANCE": 0}
-        arguments = ("logits", "seen", "limits", *sizes, *numbers)
-        return plan_launch(device, self.NAME, defines, (1, problem.m, 1), 1024, arguments, source="sample")
+def plan_threshold(config: SoleConfig, problem: ThresholdSearch, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are logits, seen and limits."""
+    log_min_p = math.log(problem.min_p) if problem.min_p > 0 else -math.inf
+    sizes = int32s(problem.vocab, min(problem.top_k, problem.vocab))
+    numbers = map(np.float32, (problem.temperature, problem.penalty, problem.top_p, log_min_p))
+    defines = _constants(problem) | {"ADVANCE": 0}
+    arguments = ("logits", "seen", "limits", *sizes, *numbers)
+    return plan_launch(device, SAMPLING_THRESHOLD.NAME, defines, (1, problem.m, 1), 1024, arguments, source="sample")
 
 
 def _constants(problem: TokenSampling | ThresholdSearch) -> dict[str, int | str]:
     return {"SAMPLES": int(problem.temperature > 0), "PENALTY": int(problem.penalty != 1)}
 
 
-SAMPLE_TOKEN = SampleToken()
-SAMPLING_THRESHOLD = SamplingThreshold()
+SAMPLE_TOKEN = FunctionFamily("sample_token", sole_configs, traffic_us, plan_sample)
+SAMPLING_THRESHOLD = FunctionFamily("sampling_threshold", sole_configs, traffic_us, plan_threshold)

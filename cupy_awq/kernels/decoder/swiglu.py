@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_awq.kernels.decoder.common import THREADS, int32s, plan_launch
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -52,11 +52,4 @@ def plan(config: SoleConfig, problem: GatedActivation, device: Device) -> Launch
     return plan_launch(device, NAME, {"X": TYPES[problem.dtype]}, grid, THREADS, arguments)
 
 
-class Swiglu(SoleConfigFamily[GatedActivation]):
-    """The family ``swiglu``."""
-
-    NAME = NAME
-    plan = staticmethod(plan)
-
-
-SWIGLU = Swiglu()
+SWIGLU = FunctionFamily(NAME, sole_configs, traffic_us, plan)

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES, ZEROS
-from cupy_awq.kernels.family import FunctionFamily, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "dequantize"
+ROWS, THREADS = 4, 128
+"""The number of rows of W per thread, which writes 8 columns of each, and the number of threads per CTA."""
 
 
 @dataclass(frozen=True)
-class Dequantization(KernelProblem):
+class Dequantization(MemoryBoundProblem):
     """A validated dequantization W[k, n] = (q[k, n] - z[g, n]) * s[g, n], g = k // group_size.
 
     Attributes:
@@ -45,6 +47,11 @@ class Dequantization(KernelProblem):
     def __str__(self) -> str:
         return f"W[{self.k}, {self.n}] {self.dtype} = (q - z) * s, group size {self.group_size}"
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the codes and of W in bytes."""
+        return self.k * self.n // 2 + self.k * self.n * ITEMSIZE[self.dtype]
+
     @classmethod
     def common_problems(cls) -> Iterator[Dequantization]:
         """Yield dequantizations to each dtype, which the compile command compiles in advance."""
@@ -54,32 +61,7 @@ class Dequantization(KernelProblem):
             yield cls(4096, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n))
 
 
-@dataclass(frozen=True)
-class DequantizeConfig:
-    """A configuration of ``dequantize``.
-
-    Attributes:
-        rows: number of rows of W per thread; a thread writes 8 columns of each row.
-        threads: number of threads per CTA.
-    """
-
-    rows: int = 4
-    threads: int = 128
-
-    split_k = 1
-
-
-def configs(problem: Dequantization, device: Device) -> list[DequantizeConfig]:
-    return [DequantizeConfig()]
-
-
-def estimate_us(config: DequantizeConfig, problem: Dequantization, device: Device) -> float:
-    """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
-    nbytes = problem.k * problem.n * (0.5 + ITEMSIZE[problem.dtype])
-    return device.rates.launch_us + device.read_us(nbytes)
-
-
-def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> LaunchPlan:
+def plan(config: SoleConfig, problem: Dequantization, device: Device) -> LaunchPlan:
     need = {"float16": Capability.INLINE_PTX, "bfloat16": Capability.BFLOAT16}[problem.scales_dtype]
     defines: tuple[tuple[str, int | str], ...] = (
         ("SCALE", TYPES[problem.scales_dtype]),
@@ -87,14 +69,14 @@ def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> L
         ("ZEROS", ZEROS[problem.zeros]),
         ("ALIGNED", int(problem.aligned)),
         ("PTX_PATH", int(device.has(need) and problem.dtype == problem.scales_dtype)),
-        ("ROWS", config.rows),
-        ("THREADS", config.threads),
+        ("ROWS", ROWS),
+        ("THREADS", THREADS),
     )
     sizes = (problem.k, problem.n, problem.group_size, *problem.strides)
     arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *map(np.int32, sizes))
     kernel = Kernel("dequantize/dequantize.cu", NAME, defines, device.target)
-    grid = (ceil_div(problem.k, config.rows) * ceil_div(problem.n // 8, config.threads), 1, 1)
-    return LaunchPlan(kernel, grid, (config.threads, 1, 1), arguments)
+    grid = (ceil_div(problem.k, ROWS) * ceil_div(problem.n // 8, THREADS), 1, 1)
+    return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
 
 
-DEQUANTIZE = FunctionFamily(NAME, configs, estimate_us, plan)
+DEQUANTIZE = FunctionFamily(NAME, sole_configs, traffic_us, plan)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.tiling import ceil_div
@@ -102,14 +102,7 @@ def plan(config: SoleConfig, problem: ColumnGather, device: Device) -> LaunchPla
     )
 
 
-class GatherColumns(SoleConfigFamily[ColumnGather]):
-    """The family ``gather_columns``."""
-
-    NAME = NAME
-    plan = staticmethod(plan)
-
-
-GATHER_COLUMNS = GatherColumns()
+GATHER_COLUMNS = FunctionFamily(NAME, sole_configs, traffic_us, plan)
 
 
 def estimate_added_us(k: int, gemm_us: float) -> float:

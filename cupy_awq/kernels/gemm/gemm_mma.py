@@ -170,10 +170,7 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
         return plan_awq_layout(source, self.NAME, defines, problem, device, grid, threads, config.shared_bytes)
 
     def workspace(self, config: GemmMmaConfig, problem: Problem) -> Workspace:
-        if config.split_k == 1:
-            return Workspace()
-        tiles = config.tiles(problem)
-        return Workspace(tiles * config.split_k * config.block_m * config.block_n * 4, tiles)
+        return Workspace.for_split_k(config.split_k, config.tiles(problem), config.block_m * config.block_n)
 
 
 GEMM_SM80 = GemmMma("gemm_sm80", (Capability.MMA_M16N8K16, Capability.CP_ASYNC), ("float16", "bfloat16"), stages=3)

@@ -68,10 +68,7 @@ def plan(config: GemmSimtConfig, problem: Problem, device: Device) -> LaunchPlan
 
 
 def workspace(config: GemmSimtConfig, problem: Problem) -> Workspace:
-    if config.split_k == 1:
-        return Workspace()
-    tiles = _tiles(problem)
-    return Workspace(tiles * config.split_k * BLOCK_M * BLOCK_N * 4, tiles)
+    return Workspace.for_split_k(config.split_k, _tiles(problem), BLOCK_M * BLOCK_N)
 
 
 def _tiles(problem: Problem) -> int:

@@ -115,10 +115,7 @@ class Gemv(Family[Problem, GemvConfig]):
         return plan_awq_layout("gemm/gemv.cu", "gemv", defines, problem, device, grid, THREADS)
 
     def workspace(self, config: GemvConfig, problem: Problem) -> Workspace:
-        if config.split_k == 1:
-            return Workspace()
-        tiles = ceil_div(problem.n, BLOCK_N)
-        return Workspace(tiles * config.split_k * config.rows * BLOCK_N * 4, tiles)
+        return Workspace.for_split_k(config.split_k, ceil_div(problem.n, BLOCK_N), config.rows * BLOCK_N)
 
 
 GEMV = Gemv("gemv", 1, 1)

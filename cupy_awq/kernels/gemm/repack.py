@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -42,12 +42,4 @@ def plan(config: SoleConfig, problem: Repacking, device: Device) -> LaunchPlan:
     return problem.layout.pack(device, problem.strides)
 
 
-class Repack(SoleConfigFamily[Repacking]):
-    """The family ``repack``."""
-
-    NAME = NAME
-    refusal = staticmethod(refusal)
-    plan = staticmethod(plan)
-
-
-REPACK = Repack()
+REPACK = FunctionFamily(NAME, sole_configs, traffic_us, plan, refusal)

@@ -104,10 +104,7 @@ def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> Launch
 
 def workspace(config: GemvInt8Config, problem: Int8Problem) -> Workspace:
     """Return the split-K workspace: one float32 per thread of each CTA, and one counter per tile of 16 columns."""
-    if config.split_k == 1:
-        return Workspace()
-    tiles = ceil_div(problem.n, COLUMNS)
-    return Workspace(tiles * config.split_k * 32 * WARPS * 4, tiles)
+    return Workspace.for_split_k(config.split_k, ceil_div(problem.n, COLUMNS), 32 * WARPS)
 
 
 GEMV_INT8 = FunctionFamily(

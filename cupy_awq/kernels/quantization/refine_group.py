@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import TYPES
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -72,11 +72,4 @@ def plan(config: SoleConfig, problem: GroupRefinement, device: Device) -> Launch
     return LaunchPlan(kernel, (ceil_div(problem.n, THREADS), 1, 1), (THREADS, 1, 1), (*buffers, *sizes))
 
 
-class RefineGroup(SoleConfigFamily[GroupRefinement]):
-    """The family ``refine_group``."""
-
-    NAME = NAME
-    plan = staticmethod(plan)
-
-
-REFINE_GROUP = RefineGroup()
+REFINE_GROUP = FunctionFamily(NAME, sole_configs, traffic_us, plan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
+from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -64,12 +64,4 @@ def plan(config: SoleConfig, problem: ChannelRounding, device: Device) -> Launch
     return LaunchPlan(kernel, grid, (THREADS, 1, 1), (*buffers, np.int32(problem.n)))
 
 
-class RoundChannels(SoleConfigFamily[ChannelRounding]):
-    """The family ``round_channels``."""
-
-    NAME = NAME
-    refusal = staticmethod(refusal)
-    plan = staticmethod(plan)
-
-
-ROUND_CHANNELS = RoundChannels()
+ROUND_CHANNELS = FunctionFamily(NAME, sole_configs, traffic_us, plan, refusal)

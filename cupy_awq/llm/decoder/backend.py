@@ -21,8 +21,8 @@ from cupy_awq.llm.files.model_files import Linear
 
 OPTIONS = frozenset(
     "Decoder Decoder.tied Decoder.extra_layers LayerSpec LinearSpec LinearSpec.bias NormSpec Attention Attention.q_norm"
-    " Attention.k_norm Mlp Experts Experts.shared Experts.shared_gate Router Router.renormalize Router.scoring Router.bias"
-    " Router.groups Router.scale".split()
+    " Attention.k_norm Mlp Experts Experts.shared Experts.shared_gate Router Router.renormalize Router.scoring"
+    " Router.bias Router.groups Router.scale".split()
 )
 """The `Decoder.options` that both back ends execute."""
 
