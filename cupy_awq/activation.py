@@ -2,7 +2,7 @@
 """The activations of GEMM epilogues: their public names, and their NumPy formulas for the CPU path.
 
 To add an activation, follow ``.github/contributing/activation.md``. Operations on block-quantized weights support the
-activations in ``EPILOGUE_ACTIVATIONS`` of their problem and raise ValueError for all others.
+activations in ``EPILOGUE_ACTIVATIONS`` (`cupy_awq.kernels.epilogue`) and raise ValueError for all others.
 """
 
 from __future__ import annotations

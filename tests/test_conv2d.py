@@ -23,12 +23,12 @@ from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
 from cupy_awq.kernels.conv2d.problem import (
-    EPILOGUE_ACTIVATIONS,
     Convolution,
     ConvolutionSizes,
     SimtConfig,
     tensor_core_refusal,
 )
+from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.ops.conv2d import x_strides
 from cupy_awq.runtime import device

@@ -13,7 +13,8 @@ from cupy_awq.kernels.conv2d import conv2d_sm90
 from cupy_awq.kernels.conv2d.conv2d_gemm import CONV2D_GEMM
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
-from cupy_awq.kernels.conv2d.problem import EPILOGUE_ACTIVATIONS, Convolution, ConvolutionSizes
+from cupy_awq.kernels.conv2d.problem import Convolution, ConvolutionSizes
+from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.runtime import device
 from tests.backends import few_examples, sample
 from tests.test_conv2d import ON_HOPPER, check_convolution, draw_sm90_problem, with_strides

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_int8, quantize_activations
 from cupy_awq.activation import Activation
 from cupy_awq.kernels import select
+from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.int8 import gemm_int8_sm90
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.int8.gemm_int8_simt import GEMM_INT8_SIMT, GemmInt8SimtConfig
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
 from cupy_awq.kernels.int8.gemv_int8 import GEMV_INT8, GemvInt8Config
-from cupy_awq.kernels.int8.problem import EPILOGUE_ACTIVATIONS, Int8Problem, layout_refusal
+from cupy_awq.kernels.int8.problem import Int8Problem, layout_refusal
 from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS, RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks

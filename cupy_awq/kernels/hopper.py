@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from dataclasses import field, fields
+from typing import Any, TypeVar
 
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
@@ -74,9 +75,16 @@ def resident_clusters(device: Device, size: int) -> int:
     return max(1, int(CLUSTER_SMS[size] * device.sm_count) // size)
 
 
-def costs_table(kind: type[T], **columns: tuple[float, ...]) -> tuple[T, ...]:
-    """Return instances of a dataclass of constants; each keyword gives the values of one field in all of them."""
-    return tuple(kind(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))
+def in_turn(*values: float) -> Any:
+    """Return the field of a dataclass of constants that has one value in each of the instances of `costs_table`."""
+    return field(metadata={"values": values})
+
+
+def costs_table(kind: type[T]) -> tuple[T, ...]:
+    """Return the instances of a dataclass whose fields are all made by `in_turn`."""
+    dataclass: Any = kind
+    columns = (part.metadata["values"] for part in fields(dataclass))
+    return tuple(kind(*values) for values in zip(*columns, strict=True))
 
 
 def costs_by_rows(m: int, costs: Sequence[T]) -> T:

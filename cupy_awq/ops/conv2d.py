@@ -14,13 +14,8 @@ from cupy_awq.array_types import Clamp
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.conv2d.problem import (
-    EPILOGUE_ACTIVATIONS,
-    VECTOR_CHANNELS,
-    Convolution,
-    ConvolutionSizes,
-    tensor_core_refusal,
-)
+from cupy_awq.kernels.conv2d.problem import VECTOR_CHANNELS, Convolution, ConvolutionSizes, tensor_core_refusal
+from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import deliver, dtype_name, views

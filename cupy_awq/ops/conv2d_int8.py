@@ -12,7 +12,8 @@ from cupy_awq.activation import Activation
 from cupy_awq.array_types import Clamp
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.conv2d.conv2d_int8 import ACTIVATIONS, Int8Convolution
+from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.ops.conv2d import kernel_sizes, x_strides
 from cupy_awq.runtime import placement
@@ -102,7 +103,7 @@ def conv2d_int8(
         check_scalar.validate_integer(x_zero, "x_zero", -128, 127),
         check_scalar.validate_integer(out_zero, "out_zero", -128, 127),
     )
-    limits = _limits(block_check.validate_supported_activation(activation, ACTIVATIONS), scales[1], zeros[1])
+    limits = _limits(block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS), scales[1], zeros[1])
     if out is not None:
         check.validate_out(out, shape.y_shape, check.INT8, where)
         overlap.validate_disjoint(out, codes=codes, weight_scale=weight_scale, bias=bias)

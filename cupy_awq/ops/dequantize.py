@@ -53,12 +53,7 @@ def dequantize(
     with placement.use_device(spec.device):
         w = out if out is not None and arrays.row_stride(out) is not None else cupy.empty((spec.k, spec.n), to)
         offsets = qzeros if spec.zeros == "float" else None
-        strides = (
-            arrays.leading_dimension(qweight),
-            arrays.leading_dimension(scales),
-            arrays.leading_dimension(qzeros),
-            arrays.leading_dimension(w),
-        )
+        strides = tuple(map(arrays.leading_dimension, (qweight, scales, qzeros, w)))
         problem = Dequantization(
             spec.k,
             spec.n,

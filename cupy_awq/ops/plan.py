@@ -298,17 +298,8 @@ def _synchronize() -> bool:
 
 
 def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
-    """Return an uninitialized array on the current GPU, whose ordinal is ``index``, or in host memory for `HOST`.
-
-    Raises:
-        TypeError, ValueError: the shape is not valid; the message names the argument ``name``.
-    """
-    shape = check_scalar.validate_shape(shape, name)
-    if index == HOST:
-        return np.empty(shape, dtype)
-    import cupy
-
-    return cupy.empty(shape, dtype)
+    """Return an uninitialized array on device ``index`` for the argument ``name``, whose shape is validated."""
+    return arrays.empty(check_scalar.validate_shape(shape, name), dtype, index)
 
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:

@@ -17,8 +17,9 @@ from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dtypes import ITEMSIZE
+from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.kernels.int8 import problem as int8_problem
-from cupy_awq.kernels.int8.problem import EPILOGUE_ACTIVATIONS, Int8Problem
+from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization, half_sum_stride
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
 from cupy_awq.ops.chosen_kernel import choose_kernel

@@ -70,12 +70,8 @@ def repack(weight: PackedWeight) -> PackedWeight:
 
     with placement.use_device(spec.device):
         out = cupy.empty(layout.nbytes, cupy.uint8)
-        buffers = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
-        strides = (
-            arrays.leading_dimension(weight.qweight),
-            arrays.leading_dimension(weight.scales),
-            arrays.leading_dimension(weight.qzeros),
-        )
+        buffers = weight.tensors
+        strides = tuple(map(arrays.leading_dimension, buffers.values()))
         launch(layout.pack(device.of(spec.device), strides), {**buffers, "out": out}, spec.device)
         # Kernels may read the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
         # this copy to the host synchronizes. The extremes are computed with NumPy, because CuPy's reductions import

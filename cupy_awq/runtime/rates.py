@@ -189,9 +189,14 @@ def closest(name: str, arch: int, sm_count: int) -> Gpu:
     return min((item for item in GPUS.items() if item[1].arch == newest), key=distance)[1]
 
 
+def file_name(name: str) -> str:
+    """Return the name of the file of a GPU model in the cache folder's parts for rates and for configurations."""
+    return re.sub(r"\W+", "-", name).strip("-").lower() + ".json"
+
+
 def path(name: str) -> Path:
     """Return the path of the file with the measured rates of a GPU model, in the user's cache folder."""
-    return cache.folder() / "rates" / (re.sub(r"\W+", "-", name).strip("-").lower() + ".json")
+    return cache.folder() / "rates" / file_name(name)
 
 
 def read(name: str, nominal: DeviceRates) -> DeviceRates:

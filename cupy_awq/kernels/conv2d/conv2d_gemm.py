@@ -66,7 +66,6 @@ def _family(config: GemmConfig) -> AnyFamily:
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
     reason = sm90_refusal(problem, device)
     if reason:

@@ -14,8 +14,6 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "conv2d_int8"
-ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that the operation supports; the kernel always clamps to ``Int8Convolution.limits``."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Int8Convolution(KernelProblem):
         strides: strides of x along batch, height, width and channels, in elements.
         nhwc: whether y is [batch, height, width, channels]; otherwise y is [batch, channels, height, width].
         x_zero: zero point of x, which is also the value of the padding.
-        limits: lower and upper bound of the int8 codes of y.
+        limits: lower and upper bound of the int8 codes of y, to which the kernel always clamps.
     """
 
     sizes: ConvolutionSizes

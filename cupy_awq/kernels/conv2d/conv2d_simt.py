@@ -10,11 +10,11 @@ from cupy_awq.check import Array
 from cupy_awq.kernels.conv2d.problem import (
     Convolution,
     SimtConfig,
-    activation_refusal,
     output_grid,
     simt_estimate_us,
     tensor_core_refusal,
 )
+from cupy_awq.kernels.epilogue import clamp_refusal
 from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
@@ -24,10 +24,9 @@ NAME = "conv2d_simt"
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return the reason why the family cannot or need not solve the problem, or None."""
     if tensor_core_refusal(problem, device) is None:
         return "is replaced by the tensor-core kernels, which support this problem"
-    return activation_refusal(problem)
+    return clamp_refusal(problem.activation)
 
 
 def configs(problem: Convolution, device: Device) -> list[SimtConfig]:

@@ -70,7 +70,6 @@ class Conv2dSm80Config(WarpTileConfig):
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return the reason why the family cannot or need not solve the problem, or None."""
     reason = tensor_core_refusal(problem, device)
     if reason is None and CONV2D_SM90.refusal(problem, device) is None:
         return f"is replaced by {CONV2D_SM90.NAME}"

@@ -72,7 +72,6 @@ DENSE_SPLITS = (1, 2, 4)
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
     reason = sm90_refusal(problem, device)
     if reason:

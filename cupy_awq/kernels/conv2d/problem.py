@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import TYPES
+from cupy_awq.kernels.epilogue import clamp_refusal, epilogue_defines
 from cupy_awq.kernels.family import KernelProblem, TuningKey
 from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.kernels.tiling import ceil_div
@@ -20,8 +20,6 @@ from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument
 
-EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation (see `cupy_awq.activation`) that the convolution kernels support."""
 VECTOR_CHANNELS = 8
 """The number of 16-bit channels in a 16-byte copy of the tensor-core kernels."""
 TENSOR_CORES = Capability.MMA_M16N8K16, Capability.CP_ASYNC
@@ -145,11 +143,7 @@ class Convolution(KernelProblem):
             ("X", TYPES[self.dtype]),
             ("NHWC", int(self.nhwc)),
             ("WEIGHT_OFFSET", int(self.weight_offset)),
-            ("ACTIVATION", enumerator(self.activation)),
-            ("GATED", 0),
-            ("HAS_BIAS", int(self.bias_dtype is not None)),
-            ("BIAS", TYPES[self.bias_dtype or "float16"]),
-            ("HAS_RESIDUAL", 0),
+            *epilogue_defines(self.activation, self.bias_dtype),
         )
 
     def scalars(self, stride_count: int, block_size: int) -> tuple[Argument, ...]:
@@ -173,13 +167,6 @@ class Convolution(KernelProblem):
                     yield nhwc_problem(batch, side, channels, outputs, kernel, bits)
 
 
-def activation_refusal(problem: Convolution) -> str | None:
-    """Return the reason why convolution kernels do not support the problem's activation, or None if they do."""
-    if problem.activation not in EPILOGUE_ACTIVATIONS:
-        return f"has no activation {problem.activation}, only {', '.join(filter(None, EPILOGUE_ACTIVATIONS))}"
-    return None
-
-
 def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why tensor-core kernels cannot solve the problem, or None."""
     sizes = problem.sizes
@@ -196,7 +183,7 @@ def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
         return f"needs groups of a multiple of {VECTOR_CHANNELS} channels, not {sizes.channels}"
     if problem.block_size % VECTOR_CHANNELS and problem.block_size < sizes.channels:
         return f"needs blocks that are multiples of {VECTOR_CHANNELS} channels, not {problem.block_size}"
-    return activation_refusal(problem)
+    return clamp_refusal(problem.activation)
 
 
 def sm90_refusal(problem: Convolution, device: Device) -> str | None:

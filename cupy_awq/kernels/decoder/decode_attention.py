@@ -47,11 +47,7 @@ class DecodeAttention(KernelProblem):
 
     Attributes:
         m: number of sequences.
-        heads, kv_heads: numbers of query heads and of KV heads.
-        head_dim: number of columns per head.
-        capacity: largest number of tokens per sequence in the KV cache.
-        sequence_stride: stride of the KV cache between sequences, in elements.
-        dtype: dtype of qkv, the cache and the result, "float16" or "bfloat16".
+        heads, kv_heads, head_dim, capacity, sequence_stride, dtype: as in `Attention`, for qkv instead of q.
         eps: epsilon of the RMSNorm of heads.
         norm: whether RMSNorm is applied to each head of q and k first.
         orders_out: whether the columns of the result are permuted: column i is stored at column ``positions[i]``.

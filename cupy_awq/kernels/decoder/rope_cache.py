@@ -23,13 +23,7 @@ class RopeCaching(MemoryBoundProblem):
     """A rotation of q and k by RoPE, and a copy of k and v to the KV cache.
 
     Attributes:
-        m: number of rows of qkv: ``steps`` new tokens of each of m / steps sequences.
-        steps: number of new tokens per sequence.
-        heads, kv_heads: numbers of query heads and of KV heads.
-        head_dim: number of columns per head.
-        capacity: largest number of tokens per sequence in the KV cache.
-        sequence_stride: stride of the KV cache between sequences, in elements.
-        dtype: dtype of qkv and the cache, "float16" or "bfloat16".
+        m, steps, heads, kv_heads, head_dim, capacity, sequence_stride, dtype: as in `Attention`, for qkv instead of q.
         eps: epsilon of the RMSNorm of heads.
         norm: whether RMSNorm is applied to each head of q and k first.
     """

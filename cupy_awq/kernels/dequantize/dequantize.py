@@ -42,7 +42,7 @@ class Dequantization(MemoryBoundProblem):
     zeros: str
     dtype: str
     aligned: bool
-    strides: tuple[int, int, int, int]
+    strides: tuple[int, ...]
 
     def __str__(self) -> str:
         return f"W[{self.k}, {self.n}] {self.dtype} = (q - z) * s, group size {self.group_size}"

@@ -26,6 +26,7 @@ from cupy_awq.kernels.hopper import (
     SCHEDULERS,
     costs_by_rows,
     costs_table,
+    in_turn,
     p_norm,
     prefetch_waits,
     resident_clusters,
@@ -152,68 +153,38 @@ class WgmmaCosts:
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
 
-    launch_us: float
-    nonresident_us: float
-    room_us: float
-    queue_us: float
-    pause_us: float
-    late_us: float
-    late_stream_factor: float
-    wave_us: float
-    reduction_us: float
-    cluster_us: float
-    odd_cluster_us: float
-    exchange_ns: float
-    consumer_ns: float
-    stream_factor: float
-    norm: float
-    tensor_factor: float
-    dequantize_cycles: float
-    scale_cycles: float
-    accumulate_cycles: float
-    turn_cycles: float
-    alone_us: float
-    iteration_cycles: float
-    consumer_cycles: float
-    consumer_row_cycles: float
-    unscaled_row_cycles: float
-    refill_us: float
-    first_stage_ns: float
-    copy_bytes_per_cycle: float
+    launch_us: float = in_turn(1.33, 1.66, 1.19, 1.77)
+    nonresident_us: float = in_turn(0.289, 1.2, 0.764, 0.689)
+    room_us: float = in_turn(0.0636, 0.287, 0.109, 0.384)
+    queue_us: float = in_turn(0.761, 0.253, 0.383, 0.449)
+    pause_us: float = in_turn(0.426, 1.05, 0.378, 0.232)
+    late_us: float = in_turn(0.19, 0.166, 0.185, 0.156)
+    late_stream_factor: float = in_turn(1.1, 1.1, 0.951, 0.812)
+    wave_us: float = in_turn(1.86, 2.28, 3.79, 3.37)
+    reduction_us: float = in_turn(0.0566, 0.0916, 0.262, 0.296)
+    cluster_us: float = in_turn(0.00978, 0.0604, 0.0631, 0.0771)
+    odd_cluster_us: float = in_turn(0.154, 0.0547, 0.0832, 0.0136)
+    exchange_ns: float = in_turn(0.143, 0.147, 0.128, 0.14)
+    consumer_ns: float = in_turn(0.0161, 0.0006, 0.0286, 0.0179)
+    stream_factor: float = in_turn(1.13, 0.93, 0.981, 1.15)
+    norm: float = in_turn(2.14, 1.98, 1.58, 3.19)
+    tensor_factor: float = in_turn(0.414, 0.329, 0.725, 0.477)
+    dequantize_cycles: float = in_turn(68.1, 101, 15.3, 195)
+    scale_cycles: float = in_turn(72.4, 72.4, 64.9, 41.6)
+    accumulate_cycles: float = in_turn(1.16, 0.919, 1.11, 0.819)
+    turn_cycles: float = in_turn(2.25, 8.99, 12.4, 12.4)
+    alone_us: float = in_turn(0.0102, 0.0157, 0.016, 0.00378)
+    iteration_cycles: float = in_turn(102, 83.9, 60, 4.11)
+    consumer_cycles: float = in_turn(121, 116, 107, 329)
+    consumer_row_cycles: float = in_turn(1.1, 0.746, 0.646, 1.33)
+    unscaled_row_cycles: float = in_turn(1.61, 0.825, 1.08, 1.59)
+    refill_us: float = in_turn(0.545, 0.0306, 0.387, 0.87)
+    first_stage_ns: float = in_turn(2.79, 4.14, 2.55, 1.69)
+    copy_bytes_per_cycle: float = in_turn(285, 393, 500, 326)
 
 
 MMA_COSTS, MMA_INVARIANT_COSTS = MmaCosts(), MmaInvariantCosts()
-WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS = costs_table(
-    WgmmaCosts,
-    launch_us=(1.33, 1.66, 1.19, 1.77),
-    nonresident_us=(0.289, 1.2, 0.764, 0.689),
-    room_us=(0.0636, 0.287, 0.109, 0.384),
-    queue_us=(0.761, 0.253, 0.383, 0.449),
-    pause_us=(0.426, 1.05, 0.378, 0.232),
-    late_us=(0.19, 0.166, 0.185, 0.156),
-    late_stream_factor=(1.1, 1.1, 0.951, 0.812),
-    wave_us=(1.86, 2.28, 3.79, 3.37),
-    reduction_us=(0.0566, 0.0916, 0.262, 0.296),
-    cluster_us=(0.00978, 0.0604, 0.0631, 0.0771),
-    odd_cluster_us=(0.154, 0.0547, 0.0832, 0.0136),
-    exchange_ns=(0.143, 0.147, 0.128, 0.14),
-    consumer_ns=(0.0161, 0.0006, 0.0286, 0.0179),
-    stream_factor=(1.13, 0.93, 0.981, 1.15),
-    norm=(2.14, 1.98, 1.58, 3.19),
-    tensor_factor=(0.414, 0.329, 0.725, 0.477),
-    dequantize_cycles=(68.1, 101, 15.3, 195),
-    scale_cycles=(72.4, 72.4, 64.9, 41.6),
-    accumulate_cycles=(1.16, 0.919, 1.11, 0.819),
-    turn_cycles=(2.25, 8.99, 12.4, 12.4),
-    alone_us=(0.0102, 0.0157, 0.016, 0.00378),
-    iteration_cycles=(102, 83.9, 60, 4.11),
-    consumer_cycles=(121, 116, 107, 329),
-    consumer_row_cycles=(1.1, 0.746, 0.646, 1.33),
-    unscaled_row_cycles=(1.61, 0.825, 1.08, 1.59),
-    refill_us=(0.545, 0.0306, 0.387, 0.87),
-    first_stage_ns=(2.79, 4.14, 2.55, 1.69),
-    copy_bytes_per_cycle=(285, 393, 500, 326),
-)
+WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS = costs_table(WgmmaCosts)
 """The constants for M up to 16, up to 32, up to 64, and for larger M."""
 
 

@@ -58,7 +58,7 @@ class WeightLayout:
         """Return the reason why the weight cannot be stored in the layout, or None if it can."""
         return None
 
-    def pack(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan | None:
+    def pack(self, device: Device, strides: tuple[int, ...] | None = None) -> LaunchPlan | None:
         """Return the launch plan that writes the layout from the AWQ tensors, or None if these are the layout.
 
         Args:
@@ -131,7 +131,7 @@ class FragmentLayout(WeightLayout):
         """Return the compile-time constants (name, value) that ``cuda_src/gemm/repacked_layout.cuh`` needs."""
         return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
 
-    def pack(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
+    def pack(self, device: Device, strides: tuple[int, ...] | None = None) -> LaunchPlan:
         """Return the launch plan of the kernel ``repack``; the arguments are those of `WeightLayout.pack`.
 
         The buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``; ``out`` has ``nbytes`` bytes and starts at a

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cupy_awq.activation import enumerator
 from cupy_awq.kernels.dtypes import TYPES, ZEROS
+from cupy_awq.kernels.epilogue import epilogue_defines
 from cupy_awq.kernels.family import KernelProblem, TuningKey
 from cupy_awq.kernels.tiling import next_tuned_m
 from cupy_awq.runtime.device import Device
@@ -218,11 +218,7 @@ class Problem(KernelProblem):
             ("X", TYPES[self.dtype]),
             ("SCALE", TYPES[self.scales_dtype]),
             ("ZEROS", ZEROS[self.zeros]),
-            ("ACTIVATION", enumerator(self.activation)),
-            ("GATED", int(self.gated)),
-            ("HAS_BIAS", int(self.bias_dtype is not None)),
-            ("BIAS", TYPES[self.bias_dtype or "float16"]),
-            ("HAS_RESIDUAL", int(self.residual)),
+            *epilogue_defines(self.activation, self.bias_dtype, gated=self.gated, residual=self.residual),
         )
 
     def arguments(self) -> tuple[Argument, ...]:

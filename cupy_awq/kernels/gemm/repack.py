@@ -23,7 +23,7 @@ class Repacking(MemoryBoundProblem):
     """
 
     layout: FragmentLayout
-    strides: tuple[int, int, int] | None = None
+    strides: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"repack W[{self.layout.k}, {self.layout.n}] group size {self.layout.group_size}"

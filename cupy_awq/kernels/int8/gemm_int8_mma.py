@@ -67,7 +67,6 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
         self._stages = stages
 
     def refusal(self, problem: Int8Problem, device: Device) -> str | None:
-        """Return the reason why the family cannot or need not solve the problem, or None."""
         reason = device.refusal([Capability.MMA_FP8] if problem.fp8 else self.needs)
         if reason is not None:
             return reason
@@ -78,7 +77,6 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
         return layout_refusal(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
-        """Return every legal configuration."""
         found = []
         for warp_m, warps_m, warps_n in self._tiles(problem):
             for split_k in SPLITS:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cupy_awq.kernels.epilogue import clamp_refusal
 from cupy_awq.kernels.family import FunctionFamily
-from cupy_awq.kernels.int8.problem import STEP_K, Int8Problem, activation_refusal, prepare_weight
+from cupy_awq.kernels.int8.problem import STEP_K, Int8Problem, prepare_weight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -34,10 +35,9 @@ class GemmInt8SimtConfig:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
-    return activation_refusal(problem)
+    return clamp_refusal(problem.activation)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:

@@ -124,7 +124,6 @@ class GemmInt8Sm90Config:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
     reason = device.refusal(HOPPER)
     if reason is not None:
         return reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels.hopper import costs_by_rows, costs_table
+from cupy_awq.kernels.hopper import costs_by_rows, costs_table, in_turn
 
 
 @dataclass(frozen=True)
@@ -43,55 +43,31 @@ class GemmW4A8Costs:
         norm: exponent of the p-norm of times that overlap.
     """
 
-    launch_us: float
-    queue_us: float
-    pause_us: float
-    block_scales_us: float
-    wave_us: float
-    reduction_us: float
-    odd_cluster_us: float
-    share_us: float
-    exchange_ns: float
-    consumer_ns: float
-    tensor_factor: float
-    dequantize_cycles: float
-    product_cycles: float
-    turn_cycles: float
-    alone_us: float
-    iteration_cycles: float
-    consumer_cycles: float
-    row_cycles: float
-    first_stage_ns: float
-    l2_factor: float
-    stream_factor: float
-    norm: float
+    launch_us: float = in_turn(1.64, 1.78, 2.12, 1.86, 1.758)
+    queue_us: float = in_turn(0.668, 0.764, 0.943, 0.79, 0)
+    pause_us: float = in_turn(1.53, 0.626, 0.0968, 0, 0)
+    block_scales_us: float = in_turn(0.0109, 0.119, 0.143, 0.168, 0.362)
+    wave_us: float = in_turn(1.27, 1.79, 3.99, 4.35, 5.899)
+    reduction_us: float = in_turn(0.0576, 0.0438, 0.0592, 0.0686, 0.05639)
+    odd_cluster_us: float = in_turn(0.0562, 0.092, 0.185, 0.102, 0)
+    share_us: float = in_turn(1.18, 1.18, 1.34, 1.28, 1.18)
+    exchange_ns: float = in_turn(0.00715, 0.0119, 0.122, 0.159, 0.254)
+    consumer_ns: float = in_turn(0.00146, 0.00146, 0.0162, 0.0122, 0.02211)
+    tensor_factor: float = in_turn(0.674, 0.822, 0.289, 0.752, 0.6947)
+    dequantize_cycles: float = in_turn(39.7, 60.2, 110, 108, 137.8)
+    product_cycles: float = in_turn(0.827, 0.227, 0.531, 0.577, 0.4508)
+    turn_cycles: float = in_turn(6.58, 13.3, 17.8, 15.3, 20.73)
+    alone_us: float = in_turn(0.00267, 0.0144, 0.0181, 0.0265, 0)
+    iteration_cycles: float = in_turn(185, 172, 260, 237, 292)
+    consumer_cycles: float = in_turn(53, 69, 14.6, 56.3, 200.6)
+    row_cycles: float = in_turn(0.35, 1.3, 2.08, 2.41, 2.893)
+    first_stage_ns: float = in_turn(4.34, 3.79, 2.04, 1.24, 0)
+    l2_factor: float = in_turn(1.9104, 2.8393, 2.5238, 3.1022, 1.6867)
+    stream_factor: float = in_turn(1.06, 1.08, 0.968, 1.02, 1.104)
+    norm: float = in_turn(2.45, 2.3, 2.44, 2.65, 6.842)
 
 
-COSTS_16, COSTS_32, COSTS_64, COSTS, OFFSET_TILE_COSTS = costs_table(
-    GemmW4A8Costs,
-    launch_us=(1.64, 1.78, 2.12, 1.86, 1.758),
-    queue_us=(0.668, 0.764, 0.943, 0.79, 0),
-    pause_us=(1.53, 0.626, 0.0968, 0, 0),
-    block_scales_us=(0.0109, 0.119, 0.143, 0.168, 0.362),
-    wave_us=(1.27, 1.79, 3.99, 4.35, 5.899),
-    reduction_us=(0.0576, 0.0438, 0.0592, 0.0686, 0.05639),
-    odd_cluster_us=(0.0562, 0.092, 0.185, 0.102, 0),
-    share_us=(1.18, 1.18, 1.34, 1.28, 1.18),
-    exchange_ns=(0.00715, 0.0119, 0.122, 0.159, 0.254),
-    consumer_ns=(0.00146, 0.00146, 0.0162, 0.0122, 0.02211),
-    tensor_factor=(0.674, 0.822, 0.289, 0.752, 0.6947),
-    dequantize_cycles=(39.7, 60.2, 110, 108, 137.8),
-    product_cycles=(0.827, 0.227, 0.531, 0.577, 0.4508),
-    turn_cycles=(6.58, 13.3, 17.8, 15.3, 20.73),
-    alone_us=(0.00267, 0.0144, 0.0181, 0.0265, 0),
-    iteration_cycles=(185, 172, 260, 237, 292),
-    consumer_cycles=(53, 69, 14.6, 56.3, 200.6),
-    row_cycles=(0.35, 1.3, 2.08, 2.41, 2.893),
-    first_stage_ns=(4.34, 3.79, 2.04, 1.24, 0),
-    l2_factor=(1.9104, 2.8393, 2.5238, 3.1022, 1.6867),
-    stream_factor=(1.06, 1.08, 0.968, 1.02, 1.104),
-    norm=(2.45, 2.3, 2.44, 2.65, 6.842),
-)
+COSTS_16, COSTS_32, COSTS_64, COSTS, OFFSET_TILE_COSTS = costs_table(GemmW4A8Costs)
 """The constants for M up to 16, up to 32, up to 64, for larger M, and for tiles of offsets."""
 
 

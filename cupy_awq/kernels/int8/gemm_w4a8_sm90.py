@@ -153,7 +153,6 @@ def weight_tile_bytes(problem: Int8Problem) -> int:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
     reason = device.refusal(HOPPER)
     if reason is not None:
         return reason
@@ -169,7 +168,6 @@ def refusal(problem: Int8Problem, device: Device) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
-    """Return every legal configuration."""
     all_k_tiles = ceil_div(problem.k, BLOCK_K)
     has_offset_tiles = problem.fp8 and problem.m >= OFFSET_TILES_MIN_M
     found: list[GemmW4A8Config] = []

@@ -59,7 +59,6 @@ class GemvInt8Config:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return the reason why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
     if problem.m > MAX_ROWS:

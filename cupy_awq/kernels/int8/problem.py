@@ -9,18 +9,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import TYPES
+from cupy_awq.kernels.epilogue import clamp_refusal, epilogue_defines
 from cupy_awq.kernels.family import Config, KernelProblem, TuningKey
 from cupy_awq.kernels.tiling import ceil_div, next_tuned_m
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument
 
-EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation (see `cupy_awq.activation`) that the kernels of `Int8Problem` support."""
 STEP_K = 32
 """The extent of a tensor-core instruction along k."""
 BLOCK_K = 128
@@ -119,11 +117,7 @@ class Int8Problem(KernelProblem):
             ("FP8", int(self.fp8)),
             ("X_OFFSET", int(self.x_offset)),
             ("WEIGHT_OFFSET", int(weight_offset)),
-            ("ACTIVATION", enumerator(self.activation)),
-            ("GATED", 0),
-            ("HAS_BIAS", int(self.bias_dtype is not None)),
-            ("BIAS", TYPES[self.bias_dtype or "float16"]),
-            ("HAS_RESIDUAL", 0),
+            *epilogue_defines(self.activation, self.bias_dtype),
         )
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -168,13 +162,6 @@ def is_dependent(m: int, device: Device) -> bool:
     return device.has(Capability.DEPENDENT_LAUNCH) and m <= EARLY_START_M
 
 
-def activation_refusal(problem: Int8Problem) -> str | None:
-    """Return the reason why 8-bit GEMM kernels do not support the problem's activation, or None if they do."""
-    if problem.activation not in EPILOGUE_ACTIVATIONS:
-        return f"has no activation {problem.activation}, only {', '.join(filter(None, EPILOGUE_ACTIVATIONS))}"
-    return None
-
-
 def layout_refusal(problem: Int8Problem) -> str | None:
     """Return the reason why kernels with 16-byte loads cannot solve the problem, or None if they can."""
     if problem.k % 16:
@@ -183,7 +170,7 @@ def layout_refusal(problem: Int8Problem) -> str | None:
         return "needs xq to start at a multiple of 16 bytes"
     if problem.block_size % STEP_K and problem.blocks > 1:
         return f"needs blocks that are multiples of {STEP_K} columns, not {problem.block_size}"
-    return activation_refusal(problem)
+    return clamp_refusal(problem.activation)
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
