@@ -26,6 +26,7 @@ from cupy_awq.kernels.conv2d.problem import (
     Convolution,
     ConvolutionSizes,
     SimtConfig,
+    nhwc_problem,
     tensor_core_refusal,
 )
 from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
@@ -271,13 +272,7 @@ def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int
 
 def test_sm90_refuses_what_a_tensor_map_cannot_read() -> None:
     here = device.nominal(90)
-    problem = with_strides(
-        ConvolutionSizes(1, 14, 14, 64, 64, 1, 3, 3, 14, 14, pad_h=1, pad_w=1),
-        block_size=32,
-        bits=4,
-        weight_offset=True,
-        dtype="float16",
-    )
+    problem = nhwc_problem(1, 14, 64, 64, 3)
     assert CONV2D_SM90.refusal(problem, here) is None
     assert CONV2D_SM90.refusal(problem, device.nominal(80)) == "needs sm_90, not sm_80"
     assert CONV2D_SM90.refusal(replace(problem, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
@@ -293,13 +288,7 @@ def test_sm90_refuses_what_a_tensor_map_cannot_read() -> None:
 
 def test_the_weight_is_dequantized_beforehand_for_many_pixels() -> None:
     here = device.nominal(90)
-    many = with_strides(
-        ConvolutionSizes(32, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1),
-        block_size=32,
-        bits=4,
-        weight_offset=True,
-        dtype="float16",
-    )
+    many = nhwc_problem(32, 56, 64, 64, 3)
     chosen = select.choose(many, here)
     assert chosen.name == "conv2d_sm90"
     assert chosen.config.dense  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm import gemm_mma_fragments
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
@@ -22,7 +21,7 @@ from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.backends import GPU, LANDINGS, few_examples, runner, sample
 from tests.test_kernels import DTYPES, check_matmul, facts, repack
-from tests.test_repacked_kernels import any_fused_problem
+from tests.test_repacked_kernels import any_fused_problem, any_problem
 
 ARCHS = (75, 80, 86, 87, 89, 100, 120)
 FAMILY = FAMILIES["gemm_mma_fragments"]
@@ -45,25 +44,9 @@ def few_sms(arch: int, backend: str, sms: int) -> device.Device:
 @few_examples
 def test_any_problem(backend: str, data: st.DataObject) -> None:
     """Every group size, zeros, dtype and epilogue; M on both sides of each tile; partly empty tiles; stream-K."""
-    group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192, 256]))
-    gated = data.draw(st.booleans())
-    step = 64 if gated else 8
     arch = data.draw(st.sampled_from(ARCHS))
-    problem = Problem(
-        m=data.draw(st.sampled_from([1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130])),
-        n=data.draw(st.integers(1, 320 // step)) * step,
-        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 640 // group_size)) // 64 * 64 or 64,
-        group_size=group_size,
-        dtype="float16" if arch == 75 else data.draw(st.sampled_from(["float16", "bfloat16"])),
-        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
-        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
-        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
-        residual=data.draw(st.booleans()),
-        activation=data.draw(st.sampled_from([None, "clamp", *FUNCTIONS])),
-        limits=(-0.5, 0.75),
-        gated=gated,
-        layouts=(AWQ, FRAGMENTS),
-    )
+    dtypes = ("float16",) if arch == 75 else ("float16", "bfloat16")
+    problem = any_problem(data, [1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130], 320, 640, dtypes)
     problem = scaled(problem)
     if data.draw(st.booleans()):
         problem = replace(problem, wide_scales=data.draw(st.booleans()))

@@ -28,9 +28,11 @@ from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, 
 from tests.test_reference import float64_weight
 
 
-def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
-    """Draw a problem of any group size, zeros, scales and epilogue that both repacked families support."""
-    group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192]))
+def any_problem(
+    data: st.DataObject, rows: list[int], most_n: int, most_k: int, dtypes: tuple[str, ...] = ("float16", "bfloat16")
+) -> Problem:
+    """Draw a problem of any group size, zeros, scales and epilogue that all repacked families support."""
+    group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192, 256]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8
     return Problem(
@@ -38,7 +40,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
         n=data.draw(st.integers(1, most_n // step)) * step,
         k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else most_k // group_size)) // 64 * 64 or 64,
         group_size=group_size,
-        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        dtype=data.draw(st.sampled_from(dtypes)),
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),

@@ -33,72 +33,73 @@ template <unsigned STRIDE = 1024> __device__ __forceinline__ unsigned long long 
 }
 
 // clang-format off
-// The accumulators of a wgmma in the text of an asm statement (WGMMA_TEXT_N) and among its operands (WGMMA_LIST_N), for
-// N / 2 accumulators. Each list extends the preceding one by the four accumulators of 8 columns.
+// The N / 2 accumulators of a wgmma in the text of an asm statement (WGMMA_TEXT_N) and among its operands, each with
+// the constraint C (WGMMA_D_N). Each list extends the preceding one by the four accumulators of 8 columns.
+#define WGMMA_4(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define WGMMA_TEXT_8 "%0, %1, %2, %3"
-#define WGMMA_LIST_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WGMMA_D_8(C) WGMMA_4(C, 0)
 #define WGMMA_TEXT_16 WGMMA_TEXT_8 ", %4, %5, %6, %7"
-#define WGMMA_LIST_16 WGMMA_LIST_8, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define WGMMA_D_16(C) WGMMA_D_8(C), WGMMA_4(C, 4)
 #define WGMMA_TEXT_24 WGMMA_TEXT_16 ", %8, %9, %10, %11"
-#define WGMMA_LIST_24 WGMMA_LIST_16, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define WGMMA_D_24(C) WGMMA_D_16(C), WGMMA_4(C, 8)
 #define WGMMA_TEXT_32 WGMMA_TEXT_24 ", %12, %13, %14, %15"
-#define WGMMA_LIST_32 WGMMA_LIST_24, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define WGMMA_D_32(C) WGMMA_D_24(C), WGMMA_4(C, 12)
 #define WGMMA_TEXT_40 WGMMA_TEXT_32 ", %16, %17, %18, %19"
-#define WGMMA_LIST_40 WGMMA_LIST_32, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+#define WGMMA_D_40(C) WGMMA_D_32(C), WGMMA_4(C, 16)
 #define WGMMA_TEXT_48 WGMMA_TEXT_40 ", %20, %21, %22, %23"
-#define WGMMA_LIST_48 WGMMA_LIST_40, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define WGMMA_D_48(C) WGMMA_D_40(C), WGMMA_4(C, 20)
 #define WGMMA_TEXT_56 WGMMA_TEXT_48 ", %24, %25, %26, %27"
-#define WGMMA_LIST_56 WGMMA_LIST_48, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+#define WGMMA_D_56(C) WGMMA_D_48(C), WGMMA_4(C, 24)
 #define WGMMA_TEXT_64 WGMMA_TEXT_56 ", %28, %29, %30, %31"
-#define WGMMA_LIST_64 WGMMA_LIST_56, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define WGMMA_D_64(C) WGMMA_D_56(C), WGMMA_4(C, 28)
 #define WGMMA_TEXT_72 WGMMA_TEXT_64 ", %32, %33, %34, %35"
-#define WGMMA_LIST_72 WGMMA_LIST_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define WGMMA_D_72(C) WGMMA_D_64(C), WGMMA_4(C, 32)
 #define WGMMA_TEXT_80 WGMMA_TEXT_72 ", %36, %37, %38, %39"
-#define WGMMA_LIST_80 WGMMA_LIST_72, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define WGMMA_D_80(C) WGMMA_D_72(C), WGMMA_4(C, 36)
 #define WGMMA_TEXT_88 WGMMA_TEXT_80 ", %40, %41, %42, %43"
-#define WGMMA_LIST_88 WGMMA_LIST_80, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define WGMMA_D_88(C) WGMMA_D_80(C), WGMMA_4(C, 40)
 #define WGMMA_TEXT_96 WGMMA_TEXT_88 ", %44, %45, %46, %47"
-#define WGMMA_LIST_96 WGMMA_LIST_88, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define WGMMA_D_96(C) WGMMA_D_88(C), WGMMA_4(C, 44)
 #define WGMMA_TEXT_104 WGMMA_TEXT_96 ", %48, %49, %50, %51"
-#define WGMMA_LIST_104 WGMMA_LIST_96, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define WGMMA_D_104(C) WGMMA_D_96(C), WGMMA_4(C, 48)
 #define WGMMA_TEXT_112 WGMMA_TEXT_104 ", %52, %53, %54, %55"
-#define WGMMA_LIST_112 WGMMA_LIST_104, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define WGMMA_D_112(C) WGMMA_D_104(C), WGMMA_4(C, 52)
 #define WGMMA_TEXT_120 WGMMA_TEXT_112 ", %56, %57, %58, %59"
-#define WGMMA_LIST_120 WGMMA_LIST_112, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
+#define WGMMA_D_120(C) WGMMA_D_112(C), WGMMA_4(C, 56)
 #define WGMMA_TEXT_128 WGMMA_TEXT_120 ", %60, %61, %62, %63"
-#define WGMMA_LIST_128 WGMMA_LIST_120, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define WGMMA_D_128(C) WGMMA_D_120(C), WGMMA_4(C, 60)
 #define WGMMA_TEXT_136 WGMMA_TEXT_128 ", %64, %65, %66, %67"
-#define WGMMA_LIST_136 WGMMA_LIST_128, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define WGMMA_D_136(C) WGMMA_D_128(C), WGMMA_4(C, 64)
 #define WGMMA_TEXT_144 WGMMA_TEXT_136 ", %68, %69, %70, %71"
-#define WGMMA_LIST_144 WGMMA_LIST_136, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define WGMMA_D_144(C) WGMMA_D_136(C), WGMMA_4(C, 68)
 #define WGMMA_TEXT_152 WGMMA_TEXT_144 ", %72, %73, %74, %75"
-#define WGMMA_LIST_152 WGMMA_LIST_144, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
+#define WGMMA_D_152(C) WGMMA_D_144(C), WGMMA_4(C, 72)
 #define WGMMA_TEXT_160 WGMMA_TEXT_152 ", %76, %77, %78, %79"
-#define WGMMA_LIST_160 WGMMA_LIST_152, "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define WGMMA_D_160(C) WGMMA_D_152(C), WGMMA_4(C, 76)
 #define WGMMA_TEXT_168 WGMMA_TEXT_160 ", %80, %81, %82, %83"
-#define WGMMA_LIST_168 WGMMA_LIST_160, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
+#define WGMMA_D_168(C) WGMMA_D_160(C), WGMMA_4(C, 80)
 #define WGMMA_TEXT_176 WGMMA_TEXT_168 ", %84, %85, %86, %87"
-#define WGMMA_LIST_176 WGMMA_LIST_168, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define WGMMA_D_176(C) WGMMA_D_168(C), WGMMA_4(C, 84)
 #define WGMMA_TEXT_184 WGMMA_TEXT_176 ", %88, %89, %90, %91"
-#define WGMMA_LIST_184 WGMMA_LIST_176, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
+#define WGMMA_D_184(C) WGMMA_D_176(C), WGMMA_4(C, 88)
 #define WGMMA_TEXT_192 WGMMA_TEXT_184 ", %92, %93, %94, %95"
-#define WGMMA_LIST_192 WGMMA_LIST_184, "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define WGMMA_D_192(C) WGMMA_D_184(C), WGMMA_4(C, 92)
 #define WGMMA_TEXT_200 WGMMA_TEXT_192 ", %96, %97, %98, %99"
-#define WGMMA_LIST_200 WGMMA_LIST_192, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99])
+#define WGMMA_D_200(C) WGMMA_D_192(C), WGMMA_4(C, 96)
 #define WGMMA_TEXT_208 WGMMA_TEXT_200 ", %100, %101, %102, %103"
-#define WGMMA_LIST_208 WGMMA_LIST_200, "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define WGMMA_D_208(C) WGMMA_D_200(C), WGMMA_4(C, 100)
 #define WGMMA_TEXT_216 WGMMA_TEXT_208 ", %104, %105, %106, %107"
-#define WGMMA_LIST_216 WGMMA_LIST_208, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
+#define WGMMA_D_216(C) WGMMA_D_208(C), WGMMA_4(C, 104)
 #define WGMMA_TEXT_224 WGMMA_TEXT_216 ", %108, %109, %110, %111"
-#define WGMMA_LIST_224 WGMMA_LIST_216, "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define WGMMA_D_224(C) WGMMA_D_216(C), WGMMA_4(C, 108)
 #define WGMMA_TEXT_232 WGMMA_TEXT_224 ", %112, %113, %114, %115"
-#define WGMMA_LIST_232 WGMMA_LIST_224, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
+#define WGMMA_D_232(C) WGMMA_D_224(C), WGMMA_4(C, 112)
 #define WGMMA_TEXT_240 WGMMA_TEXT_232 ", %116, %117, %118, %119"
-#define WGMMA_LIST_240 WGMMA_LIST_232, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
+#define WGMMA_D_240(C) WGMMA_D_232(C), WGMMA_4(C, 116)
 #define WGMMA_TEXT_248 WGMMA_TEXT_240 ", %120, %121, %122, %123"
-#define WGMMA_LIST_248 WGMMA_LIST_240, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
+#define WGMMA_D_248(C) WGMMA_D_240(C), WGMMA_4(C, 120)
 #define WGMMA_TEXT_256 WGMMA_TEXT_248 ", %124, %125, %126, %127"
-#define WGMMA_LIST_256 WGMMA_LIST_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define WGMMA_D_256(C) WGMMA_D_248(C), WGMMA_4(C, 124)
 
 // Defines wgmma.mma_async.m64nNk16: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators. A0 .. A3, B and
 // P are the operand numbers of a, b and ACCUMULATE in the asm statement, where the operands of d come first.
@@ -108,7 +109,7 @@ template <unsigned STRIDE = 1024> __device__ __forceinline__ unsigned long long 
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P ", 0;" \
       "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_TEXT_##N "}, " \
       "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;}" \
-      : WGMMA_LIST_##N \
+      : WGMMA_D_##N("+f") \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ACCUMULATE ? 1 : 0)); \
   }
 #define WGMMA_TYPES(N, ...) \

@@ -12,25 +12,6 @@
 namespace ptx {
 
 // clang-format off
-// WGMMA_D_N(C) lists the N / 2 accumulators of a wgmma as operands of an asm statement, each with the constraint C.
-#define WGMMA_4(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
-#define WGMMA_D_8(C) WGMMA_4(C, 0)
-#define WGMMA_D_16(C) WGMMA_D_8(C), WGMMA_4(C, 4)
-#define WGMMA_D_24(C) WGMMA_D_16(C), WGMMA_4(C, 8)
-#define WGMMA_D_32(C) WGMMA_D_24(C), WGMMA_4(C, 12)
-#define WGMMA_D_40(C) WGMMA_D_32(C), WGMMA_4(C, 16)
-#define WGMMA_D_48(C) WGMMA_D_40(C), WGMMA_4(C, 20)
-#define WGMMA_D_56(C) WGMMA_D_48(C), WGMMA_4(C, 24)
-#define WGMMA_D_64(C) WGMMA_D_56(C), WGMMA_4(C, 28)
-#define WGMMA_D_72(C) WGMMA_D_64(C), WGMMA_4(C, 32)
-#define WGMMA_D_80(C) WGMMA_D_72(C), WGMMA_4(C, 36)
-#define WGMMA_D_88(C) WGMMA_D_80(C), WGMMA_4(C, 40)
-#define WGMMA_D_96(C) WGMMA_D_88(C), WGMMA_4(C, 44)
-#define WGMMA_D_104(C) WGMMA_D_96(C), WGMMA_4(C, 48)
-#define WGMMA_D_112(C) WGMMA_D_104(C), WGMMA_4(C, 52)
-#define WGMMA_D_120(C) WGMMA_D_112(C), WGMMA_4(C, 56)
-#define WGMMA_D_128(C) WGMMA_D_120(C), WGMMA_4(C, 60)
-
 // Defines wgmma.mma_async.m64nNk32: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators. A0 .. A3, B and
 // P are the operand numbers of a, b and ACCUMULATE in the asm statement, where the operands of d come first.
 #define WGMMA_8BIT(NAME, T, C, TYPES, SIGNS, N, A0, A1, A2, A3, B, P) \

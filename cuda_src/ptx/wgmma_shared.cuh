@@ -17,7 +17,7 @@ namespace ptx {
     asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \
       "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {" WGMMA_TEXT_##N "}, " \
       "%" #A ", %" #B ", p, 1, 1, 0, 0;}" \
-      : WGMMA_LIST_##N : "l"(a), "l"(b)); \
+      : WGMMA_D_##N("+f") : "l"(a), "l"(b)); \
   }
 #define WGMMA_TYPES(N, A, B) WGMMA(f16, N, A, B) WGMMA(bf16, N, A, B)
 WGMMA_TYPES(56, 28, 29)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels with the epilogue of ``cuda_src/common/epilogue.cuh`` share: its constants, and a refusal."""
+"""The epilogue of ``cuda_src/common/epilogue.cuh``: its compile-time constants, and the refusal of an activation."""
 
 from __future__ import annotations
 

@@ -70,6 +70,11 @@ def entry(label: str, us: float | None, source: str, driver: str) -> str:
     return f"{label}{time}, sources {sources.digest(source)}, driver {driver}"
 
 
+def file_name(device: Device) -> str:
+    """Return the file name of a GPU's table."""
+    return rates.file_name(device.name)
+
+
 def user_folder() -> Path:
     """Return the folder of the user's tables."""
     return cache.folder() / "tuned"
@@ -109,7 +114,7 @@ def explain_missing(key: TuningKey, device: Device) -> str:
 @functools.cache
 def _tables(device: Device) -> dict[str, Table]:
     """Return the tables of a GPU, first the user's, then the shipped one, each under its `TunedConfig.origin`."""
-    name = rates.file_name(device.name)
+    name = file_name(device)
     user = user_folder() / name
     return {f"your table {user}": read(user), f"shipped table {name}": read(SHIPPED / name)}
 
@@ -150,7 +155,7 @@ def write(device: Device, table: Table) -> Path:
         OSError: the existing table cannot be read, or the folder is not writable.
         ValueError: the existing file is not a table.
     """
-    path = user_folder() / rates.file_name(device.name)
+    path = user_folder() / file_name(device)
     with cache.locked(path.parent):
         present = _parse(path.read_bytes(), path) if path.exists() else {}
         cache.write(path, (json.dumps(merge(present, table), indent=1) + "\n").encode())

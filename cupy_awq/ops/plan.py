@@ -52,23 +52,6 @@ class Plan:
             have finished.
     """
 
-    __slots__ = (
-        "_batch_invariant",
-        "_constants",
-        "_cupy",
-        "_disjoint",
-        "_gathered_begin",
-        "_layouts",
-        "_memory",
-        "_options",
-        "_order",
-        "_prepared",
-        "_weight",
-        "kernel",
-        "shape",
-        "workspace_bytes",
-    )
-
     def __init__(
         self,
         x: Array,

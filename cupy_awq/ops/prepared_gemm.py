@@ -53,24 +53,6 @@ class PreparedGemm:
             no such launch.
     """
 
-    __slots__ = (
-        "_columns",
-        "_constant_spans",
-        "_constants",
-        "_cupy",
-        "_disjoint",
-        "_extents",
-        "_gather",
-        "_in_place",
-        "_index",
-        "_launcher",
-        "_order",
-        "gathered_bytes",
-        "kernel",
-        "shape",
-        "workspace_bytes",
-    )
-
     def __init__(
         self,
         x: Array,
