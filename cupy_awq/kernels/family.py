@@ -8,9 +8,9 @@ functions for a `FunctionFamily`; a module with several families writes them as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
@@ -79,6 +79,9 @@ class KernelProblem:
     Subclasses are frozen dataclasses whose ``str`` describes the operation.
     """
 
+    COMMON: ClassVar[Iterable[tuple[Any, ...]]] = ()
+    """The arguments of the constructor for each of `common_problems`."""
+
     @property
     def tuning_key(self) -> TuningKey | None:
         """The key of the problem in the tuned tables, or None if no family of this problem type is tuned."""
@@ -99,8 +102,8 @@ class KernelProblem:
 
     @classmethod
     def common_problems(cls) -> Iterator[KernelProblem]:
-        """Yield problems of common layers, whose kernels the compile command compiles in advance; by default none."""
-        return iter(())
+        """Yield problems of common layers, whose kernels the compile command compiles in advance: those of COMMON."""
+        return (cls(*arguments) for arguments in cls.COMMON)
 
 
 class Config(Protocol):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,19 +33,23 @@ class Int8Convolution(KernelProblem):
     x_zero: int
     limits: tuple[int, int]
 
+    COMMON = tuple(
+        (
+            ConvolutionSizes(1, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1),
+            (56 * 56 * 64, 56 * 64, 64, 1),
+            nhwc,
+            0,
+            (-128, 127),
+        )
+        for nhwc in (True, False)
+    )
+
     def __str__(self) -> str:
         s = self.sizes
         return (
             f"conv2d_int8 x[{s.batch}, {s.height}, {s.width}, {s.channels * s.groups}] with "
             f"W[{s.outputs * s.groups}, {s.kernel_h}, {s.kernel_w}, {s.channels}]"
         )
-
-    @classmethod
-    def common_problems(cls) -> Iterator[Int8Convolution]:
-        """Yield a convolution with y in NHWC and one with y in NCHW, which the compile command compiles."""
-        sizes = ConvolutionSizes(1, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1)
-        for nhwc in (True, False):
-            yield Int8Convolution(sizes, (56 * 56 * 64, 56 * 64, 64, 1), nhwc, 0, (-128, 127))
 
 
 def configs(problem: Int8Convolution, device: Device) -> list[SimtConfig]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +50,13 @@ class Attention(MemoryBoundProblem):
     sequence_stride: int
     dtype: str
 
+    COMMON = tuple(
+        (2, 2, 8 * group, 8, head_dim, 8, 8, dtype)
+        for dtype in ("float16", "bfloat16")
+        for head_dim, _, groups in COMMON_HEADS
+        for group in groups
+    )
+
     def __str__(self) -> str:
         cache = f"k, v[{self.m // self.steps}, {self.kv_heads}, {self.capacity}, {self.head_dim}]"
         return f"attention of q[{self.m}, {self.heads}, {self.head_dim}] {self.dtype} to {cache}"
@@ -70,14 +76,6 @@ class Attention(MemoryBoundProblem):
         sizes = int32s(self.steps, self.heads, self.kv_heads, self.capacity)
         scalars = (*sizes, np.int64(self.sequence_stride), np.float32(self.head_dim**-0.5))
         return ("q", "k", "v", "lengths", "out", *scalars)
-
-    @classmethod
-    def common_problems(cls) -> Iterator[Attention]:
-        """Yield the attention of common models with 8 KV heads, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16"):
-            for head_dim, _, groups in COMMON_HEADS:
-                for group in groups:
-                    yield Attention(2, 2, 8 * group, 8, head_dim, 8, 8, dtype)
 
 
 class AttentionSm80(SoleConfigFamily[Attention]):

@@ -7,7 +7,6 @@ of the sequences, so a captured CUDA graph can be replayed for any length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +63,14 @@ class DecodeAttention(KernelProblem):
     norm: bool
     orders_out: bool = False
 
+    COMMON = tuple(
+        (m, 8 * group, 8, head_dim, 8, 8, dtype, 1e-6, norm)
+        for dtype in ("float16", "bfloat16")
+        for head_dim, norm, groups in COMMON_HEADS
+        for group in groups
+        for m in (1, 64)
+    )
+
     def __str__(self) -> str:
         cache = f"k, v[{self.m}, {self.kv_heads}, {self.capacity}, {self.head_dim}]"
         return f"attention of q[{self.m}, {self.heads}, {self.head_dim}] {self.dtype} to {cache} in a decode step"
@@ -82,18 +89,6 @@ class DecodeAttention(KernelProblem):
         order = ("positions",) if self.orders_out else ()
         sizes = (*int32s(self.heads, self.kv_heads, self.capacity), np.int64(self.sequence_stride))
         return (*buffers, *order, *sizes, np.float32(self.head_dim**-0.5), np.float32(self.eps))
-
-    @classmethod
-    def common_problems(cls) -> Iterator[DecodeAttention]:
-        """Yield the attention of common models with 8 KV heads, which the compile command compiles in advance.
-
-        There are 1 and 64 sequences; kernels with other numbers of splits are compiled on first use.
-        """
-        for dtype in ("float16", "bfloat16"):
-            for head_dim, norm, groups in COMMON_HEADS:
-                for group in groups:
-                    for m in (1, 64):
-                        yield DecodeAttention(m, 8 * group, 8, head_dim, 8, 8, dtype, 1e-6, norm)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cupy_awq.kernels.decoder.common import int32s, plan_launch
@@ -31,6 +30,8 @@ class Embedding(MemoryBoundProblem):
     width: int
     table_dtype: str
 
+    COMMON = tuple((1, 8, 8, dtype) for dtype in ("float16", "bfloat16"))
+
     def __str__(self) -> str:
         return f"h[{self.m}, {self.width}] = table[{self.vocab}, {self.width}] {self.table_dtype}"
 
@@ -38,12 +39,6 @@ class Embedding(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of the rows of the table and of h in bytes."""
         return self.m * self.width * (ITEMSIZE[self.table_dtype] + 4)
-
-    @classmethod
-    def common_problems(cls) -> Iterator[Embedding]:
-        """Yield embeddings of common models, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16"):
-            yield Embedding(1, 8, 8, dtype)
 
 
 def plan(config: SoleConfig, problem: Embedding, device: Device) -> LaunchPlan:

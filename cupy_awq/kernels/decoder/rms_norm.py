@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +35,12 @@ class RmsNormalization(MemoryBoundProblem):
     eps: float
     delta: bool
 
+    COMMON = tuple(
+        (1, width, dtype, 1e-6, delta)
+        for dtype in ("float16", "bfloat16")
+        for width, delta in ((2048, False), (2048, True), (4096, True))
+    )
+
     def __str__(self) -> str:
         added = " += delta" if self.delta else ""
         return f"x[{self.m}, {self.width}] {self.dtype} = rms_norm(h{added})"
@@ -45,13 +50,6 @@ class RmsNormalization(MemoryBoundProblem):
         """The size of h, x and, with ``delta``, delta and the new h in bytes."""
         itemsize = ITEMSIZE[self.dtype]
         return self.m * self.width * (4 + itemsize + (4 + itemsize if self.delta else 0))
-
-    @classmethod
-    def common_problems(cls) -> Iterator[RmsNormalization]:
-        """Yield normalizations of common models, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16"):
-            for width, delta in ((2048, False), (2048, True), (4096, True)):
-                yield RmsNormalization(1, width, dtype, 1e-6, delta)
 
 
 def plan(config: SoleConfig, problem: RmsNormalization, device: Device) -> LaunchPlan:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +38,12 @@ class RopeCaching(MemoryBoundProblem):
     eps: float
     norm: bool
 
+    COMMON = tuple(
+        (1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm)
+        for dtype in ("float16", "bfloat16")
+        for head_dim, norm, _ in COMMON_HEADS
+    )
+
     def __str__(self) -> str:
         return (
             f"rope q[{self.m}, {self.heads}, {self.head_dim}] and k[{self.m}, {self.kv_heads}, {self.head_dim}] "
@@ -49,13 +54,6 @@ class RopeCaching(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of q, k and v in bytes, read and written."""
         return 2 * self.m * (self.heads + 2 * self.kv_heads) * self.head_dim * ITEMSIZE[self.dtype]
-
-    @classmethod
-    def common_problems(cls) -> Iterator[RopeCaching]:
-        """Yield problems of common models, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16"):
-            for head_dim, norm, _ in COMMON_HEADS:
-                yield RopeCaching(1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm)
 
 
 def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +43,8 @@ class TokenSampling(MemoryBoundProblem):
     penalty: float = 1.0
     advance: bool = False
 
+    COMMON = tuple((1, 8, 0, 0, *constants) for constants in itertools.product((0.0, 0.8), (1.0, 1.1), (False, True)))
+
     def __str__(self) -> str:
         return f"tokens[{self.m}] = sample(logits[{self.m}, {self.vocab}])"
 
@@ -51,12 +52,6 @@ class TokenSampling(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of the logits in bytes."""
         return 4 * self.m * self.vocab
-
-    @classmethod
-    def common_problems(cls) -> Iterator[TokenSampling]:
-        """Yield problems with all combinations of compile-time constants, which the compile command compiles."""
-        for temperature, penalty, advance in itertools.product((0.0, 0.8), (1.0, 1.1), (False, True)):
-            yield cls(1, 8, temperature=temperature, penalty=penalty, advance=advance)
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,8 @@ class ThresholdSearch(MemoryBoundProblem):
     top_p: float = 1.0
     min_p: float = 0.0
 
+    COMMON = tuple((1, 8, 0.8, penalty) for penalty in (1.0, 1.1))
+
     def __str__(self) -> str:
         return f"limits[{self.m}] = threshold(logits[{self.m}, {self.vocab}])"
 
@@ -89,12 +86,6 @@ class ThresholdSearch(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of the logits in bytes."""
         return 4 * self.m * self.vocab
-
-    @classmethod
-    def common_problems(cls) -> Iterator[ThresholdSearch]:
-        """Yield problems with all combinations of compile-time constants, which the compile command compiles."""
-        for penalty in (1.0, 1.1):
-            yield cls(1, 8, temperature=0.8, penalty=penalty)
 
 
 def plan_sample(config: SoleConfig, problem: TokenSampling, device: Device) -> LaunchPlan:

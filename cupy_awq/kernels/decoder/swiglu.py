@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_awq.kernels.decoder.common import THREADS, int32s, plan_launch
@@ -30,6 +29,8 @@ class GatedActivation(MemoryBoundProblem):
     width: int
     dtype: str
 
+    COMMON = tuple((1, 8, dtype) for dtype in ("float16", "bfloat16"))
+
     def __str__(self) -> str:
         return f"y[{self.m}, {self.width}] {self.dtype} = silu(gate) * up"
 
@@ -37,12 +38,6 @@ class GatedActivation(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of x and y in bytes."""
         return 3 * self.m * self.width * ITEMSIZE[self.dtype]
-
-    @classmethod
-    def common_problems(cls) -> Iterator[GatedActivation]:
-        """Yield activations of common models, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16"):
-            yield GatedActivation(1, 8, dtype)
 
 
 def plan(config: SoleConfig, problem: GatedActivation, device: Device) -> LaunchPlan:

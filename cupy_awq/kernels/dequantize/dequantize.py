@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +43,11 @@ class Dequantization(MemoryBoundProblem):
     aligned: bool
     strides: tuple[int, ...]
 
+    COMMON = tuple(
+        (4096, 4096, 128, scales, "packed", dtype, True, (512, 4096, 512, 4096))
+        for scales, dtype in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float32"))
+    )
+
     def __str__(self) -> str:
         return f"W[{self.k}, {self.n}] {self.dtype} = (q - z) * s, group size {self.group_size}"
 
@@ -51,14 +55,6 @@ class Dequantization(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of the codes and of W in bytes."""
         return self.k * self.n // 2 + self.k * self.n * ITEMSIZE[self.dtype]
-
-    @classmethod
-    def common_problems(cls) -> Iterator[Dequantization]:
-        """Yield dequantizations to each dtype, which the compile command compiles in advance."""
-        n = 4096
-        for dtype in ("float16", "bfloat16", "float32"):
-            scales = "bfloat16" if dtype == "bfloat16" else "float16"
-            yield cls(4096, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n))
 
 
 def plan(config: SoleConfig, problem: Dequantization, device: Device) -> LaunchPlan:

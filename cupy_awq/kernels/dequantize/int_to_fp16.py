@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +33,8 @@ class Conversion(MemoryBoundProblem):
     count: int
     aligned: bool
 
+    COMMON = tuple((entry, 1, True) for entry in VALUES)
+
     def __str__(self) -> str:
         return f"float16[{self.count * VALUES[self.entry]}] = {self.entry}(words[{self.count}])"
 
@@ -41,12 +42,6 @@ class Conversion(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of the words and of the result in bytes."""
         return self.count * (4 + 2 * VALUES[self.entry])
-
-    @classmethod
-    def common_problems(cls) -> Iterator[Conversion]:
-        """Yield a conversion of each kind, which the compile command compiles in advance."""
-        for entry in VALUES:
-            yield cls(entry, 1, True)
 
 
 def plan(config: SoleConfig, problem: Conversion, device: Device) -> LaunchPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,6 +45,8 @@ class ColumnGather(MemoryBoundProblem):
     x_stride: int
     x_aligned: bool
 
+    COMMON = tuple((m, 4096, dtype, 4096, True) for dtype in ("float16", "float32") for m in (1, 2 * DIRECT_ROWS))
+
     def __str__(self) -> str:
         return f"y[{self.m}, {self.k}] {self.dtype} = x[:, order]"
 
@@ -58,13 +59,6 @@ class ColumnGather(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of x, y and the order in bytes."""
         return 2 * self.m * self.row_bytes + 4 * self.k
-
-    @classmethod
-    def common_problems(cls) -> Iterator[ColumnGather]:
-        """Yield gathers for layers whose K is a multiple of 8, which the compile command compiles in advance."""
-        for dtype in ("float16", "float32"):
-            for m in (1, 2 * DIRECT_ROWS):
-                yield ColumnGather(m, 4096, dtype, 4096, x_aligned=True)
 
 
 def plan(config: SoleConfig, problem: ColumnGather, device: Device) -> LaunchPlan:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,15 +44,10 @@ class Fp8Quantization(KernelProblem):
     dtype: str
     x_stride: int
 
+    COMMON = tuple((m, 4096, 128, dtype, 4096) for dtype in ("float16", "bfloat16") for m in (1, 1024))
+
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to e4m3"
-
-    @classmethod
-    def common_problems(cls) -> Iterator[Fp8Quantization]:
-        """Yield quantizations of common layers, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16"):
-            for m in (1, 1024):
-                yield Fp8Quantization(m, 4096, 128, dtype, 4096)
 
 
 @dataclass(frozen=True)

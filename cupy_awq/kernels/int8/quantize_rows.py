@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,15 +49,14 @@ class RowQuantization(KernelProblem):
     wide: bool
     x_stride: int
 
+    COMMON = tuple(
+        (1, 4096, block_size, dtype, symmetric, False, True, 4096)
+        for dtype in ("float16", "bfloat16", "float32")
+        for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False))
+    )
+
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to int8 block size {self.block_size}"
-
-    @classmethod
-    def common_problems(cls) -> Iterator[RowQuantization]:
-        """Yield quantizations of common layers, which the compile command compiles in advance."""
-        for dtype in ("float16", "bfloat16", "float32"):
-            for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
-                yield RowQuantization(1, 4096, block_size, dtype, symmetric, False, True, 4096)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +37,8 @@ class GroupRefinement(MemoryBoundProblem):
     limits: tuple[float, float]
     symmetric: bool
 
+    COMMON = ((128, 4096, 32, "float16", (2.0**-24, 65504.0), False),)
+
     def __str__(self) -> str:
         return f"refine scales[{self.n}] {self.scale_dtype} of W[{self.group_size}, {self.n}]"
 
@@ -45,11 +46,6 @@ class GroupRefinement(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of codes, gradient and step in bytes."""
         return 12 * self.group_size * self.n
-
-    @classmethod
-    def common_problems(cls) -> Iterator[GroupRefinement]:
-        """Yield an asymmetric weight with float16 scales, which the compile command compiles in advance."""
-        yield GroupRefinement(128, 4096, 32, "float16", (2.0**-24, 65504.0), symmetric=False)
 
 
 def plan(config: SoleConfig, problem: GroupRefinement, device: Device) -> LaunchPlan:

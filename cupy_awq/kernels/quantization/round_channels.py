@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +31,8 @@ class ChannelRounding(MemoryBoundProblem):
     channels: int
     n: int
 
+    COMMON = tuple((channels, 4096) for channels in (16, 32, 64))
+
     def __str__(self) -> str:
         return f"round W[{self.channels}, {self.n}]"
 
@@ -39,12 +40,6 @@ class ChannelRounding(MemoryBoundProblem):
     def nbytes(self) -> int:
         """The size of target, bottom, top, codes and changes in bytes."""
         return 20 * self.channels * self.n
-
-    @classmethod
-    def common_problems(cls) -> Iterator[ChannelRounding]:
-        """Yield blocks of the group sizes that are powers of two, which the compile command compiles in advance."""
-        for channels in (16, 32, 64):
-            yield ChannelRounding(channels, 4096)
 
 
 def refusal(problem: ChannelRounding, device: Device) -> str | None:
