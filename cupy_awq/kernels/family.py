@@ -122,6 +122,19 @@ class SoleConfig:
     split_k = 1
 
 
+def constants(config: Config, names: str) -> tuple[tuple[str, int | str], ...]:
+    """Return compile-time constants (name, value): fields and properties of a configuration, by their names.
+
+    ``names`` are separated by spaces; those of the constants are in upper case.
+
+    >>> from cupy_awq.kernels.warp_tiles import WarpTileConfig
+    >>> constants(WarpTileConfig(16, 1, 4, stages=3, split_k=1), "warp_m stages")
+    (('WARP_M', 16), ('STAGES', 3))
+    """
+    values = ((name, getattr(config, name)) for name in names.split())
+    return tuple((name.upper(), value if isinstance(value, str) else int(value)) for name, value in values)
+
+
 DERIVED_FIELDS = ("stages", "slices")
 """The configuration fields that labels omit, because the other fields and the problem determine them."""
 

@@ -18,7 +18,7 @@ from cupy_awq.kernels.conv2d.problem import (
     rounded_parameters,
     tensor_core_refusal,
 )
-from cupy_awq.kernels.family import FunctionFamily, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Workspace, constants
 from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
@@ -112,10 +112,7 @@ def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> Laun
     defines = (
         *problem.defines(),
         ("BITS", problem.bits),
-        ("WARP_M", config.warp_m),
-        ("WARPS_M", config.warps_m),
-        ("WARPS_N", config.warps_n),
-        ("STAGES", config.stages),
+        *constants(config, "warp_m warps_m warps_n stages"),
         ("EVEN", int(problem.y_aligned and problem.sizes.outputs % 2 == 0)),
     )
     kernel = Kernel("conv2d/conv2d_sm80.cu", NAME, defines, device.target)

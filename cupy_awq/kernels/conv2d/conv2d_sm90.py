@@ -31,7 +31,7 @@ from cupy_awq.kernels.conv2d.conv2d_sm90_config import (
 )
 from cupy_awq.kernels.conv2d.conv2d_sm90_costs import estimate_us
 from cupy_awq.kernels.conv2d.problem import Convolution, ConvolutionSizes, rounded_parameters, sm90_refusal
-from cupy_awq.kernels.family import FunctionFamily
+from cupy_awq.kernels.family import FunctionFamily, constants
 from cupy_awq.kernels.hopper import HOPPER, RESERVED_BYTES
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
@@ -111,11 +111,7 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
         *(item for item in problem.defines() if item[0] != "WEIGHT_OFFSET"),
         ("BITS", config.bits(problem)),
         ("ALIGNED", int(problem.y_aligned and sizes.outputs % 8 == 0)),
-        ("HALO", int(config.halo)),
-        ("WG_CO", config.wg_co),
-        ("WG_PX", config.wg_px),
-        ("PIXEL_TILES", config.pixel_tiles),
-        ("PIXELS", config.pixels),
+        *constants(config, "halo wg_co wg_px pixel_tiles pixels"),
         ("TILE_N", tile_n),
         ("TILE_H", tile_h),
         ("TILE_W", tile_w),
@@ -125,10 +121,7 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
         ("BOX_W", box_w),
         ("PARAMETER_GROUPS", 1 if config.dense else parameter_groups(problem.block_size, sizes.channels)),
         ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
-        ("X_STAGES", config.x_stages),
-        ("WEIGHT_STAGES", config.weight_stages),
-        ("SPLIT_K", config.split_k),
-        ("CTAS_PER_SM", config.ctas_per_sm),
+        *constants(config, "x_stages weight_stages split_k ctas_per_sm"),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
     tiles, (_, tiles_h, tiles_w) = config.tiles(problem), config.image_tiles(problem)

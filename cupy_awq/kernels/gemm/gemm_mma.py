@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from cupy_awq.kernels.family import Family, Reduction, Workspace
+from cupy_awq.kernels.family import Family, Reduction, Workspace, constants
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
 from cupy_awq.kernels.gemm.reduction import slice_begins
 from cupy_awq.kernels.tiling import ceil_div, split_counts
@@ -159,10 +159,7 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
     def plan(self, config: GemmMmaConfig, problem: Problem, device: Device) -> LaunchPlan:
         defines = (
             ("ALIGNED", int(problem.wide)),
-            ("BLOCK_M", config.block_m),
-            ("WARPS", config.warps),
-            ("STAGES", config.stages),
-            ("SLICES", config.slices),
+            *constants(config, "block_m warps stages slices"),
             ("GROUP_IN_TILE", int(problem.group_size % BLOCK_K != 0)),
         )
         grid = (ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n), config.split_k)

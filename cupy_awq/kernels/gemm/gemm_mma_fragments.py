@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace, constants
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal, fusion_refusal
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
@@ -151,17 +151,7 @@ class GemmFragmentsConfig:
     @property
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The constants of the tile and of its pipeline, which ``expert_gemm_tiles.cu`` has as well."""
-        return (
-            ("MATH", self.math),
-            ("BLOCK_M", self.block_m),
-            ("WEIGHT_TILES", self.weight_tiles),
-            ("WARPS_N", self.warps_n),
-            ("WARPS_K", self.warps_k),
-            ("STAGE_K", self.stage_k),
-            ("STAGES", self.stages),
-            ("PASS_ROWS", self.pass_rows),
-            ("CTAS_PER_SM", self.ctas_per_sm),
-        )
+        return constants(self, "math block_m weight_tiles warps_n warps_k stage_k stages pass_rows ctas_per_sm")
 
     def units(self, problem: Problem) -> int:
         """Return the number of CTA tiles of y."""

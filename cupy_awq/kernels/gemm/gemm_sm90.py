@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupy_awq.kernels.family import FunctionFamily, Reduction
+from cupy_awq.kernels.family import FunctionFamily, Reduction, constants
 from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
     fragment_defines,
@@ -186,20 +186,12 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *fragment_defines(problem),
-        ("BLOCK_M", config.block_m),
-        ("WEIGHT_TILES", config.weight_tiles),
-        ("CONSUMERS", config.consumers),
-        ("CONSUMER_WARPS", config.consumer_warps),
-        ("STAGES", config.stages),
-        ("K_TILES", config.k_tiles),
-        ("SPLIT_K", config.split_k),
+        *constants(config, "block_m weight_tiles consumers consumer_warps stages k_tiles split_k"),
         ("RANK_ORDER", int(problem.batch_invariant and config.split_k > 2)),
-        ("CTAS_PER_SM", config.ctas_per_sm),
-        ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
+        *constants(config, "ctas_per_sm prefetch_weights"),
         ("WINDOW", config.window(problem)),
         ("START_NEXT_LATE", int(config.starts_next_late(problem, device))),
-        ("CONSUMER_REGISTERS", config.consumer_registers),
-        ("X_STAGE_BYTES", config.x_stage_bytes),
+        *constants(config, "consumer_registers x_stage_bytes"),
         ("X_RING_BYTES", 0 if problem.gathers_x else config.x_ring_bytes),
         ("SHARED_BYTES", config.storage_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
@@ -213,8 +205,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
     if config.name == WGMMA:
         defines += (
             ("WARPGROUPS", config.consumer_warps // 4),
-            ("M64_TILES", config.m64_tiles),
-            ("SCALED", int(config.scaled)),
+            *constants(config, "m64_tiles scaled"),
         )
         x = x_tensor_map(problem, config.block_m, 2 * config.k_tiles)
     else:

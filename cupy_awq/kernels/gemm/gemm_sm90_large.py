@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace
+from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace, constants
 from cupy_awq.kernels.gemm.fragments import (
     ROUNDED_MIN_M,
     fragment_defines,
@@ -199,9 +199,7 @@ def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> Launc
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *fragment_defines(problem),
-        ("BLOCK_M", config.block_m),
-        ("WARPGROUPS", config.warpgroups),
-        ("M64_TILES", config.m64_tiles),
+        *constants(config, "block_m warpgroups m64_tiles"),
         ("STAGES", config.stages(problem)),
         ("CLUSTER", config.cluster),
         ("STREAM_K", int(config.stream_k_units > 0)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE
-from cupy_awq.kernels.family import FunctionFamily, Reduction
+from cupy_awq.kernels.family import FunctionFamily, Reduction, constants
 from cupy_awq.kernels.gemm.gemm_mma import BLOCK_K, GEMM_SM80
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, awq_layout_refusal
 from cupy_awq.kernels.gemm.reduction import slice_begins
@@ -177,14 +177,7 @@ def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchP
     """Return the launch plan; the buffers are scales, qzeros, bias, residual, y, qweight and x."""
     defines = (
         *problem.defines(),
-        ("ROWS", config.rows),
-        ("WORDS", config.words),
-        ("WARPS", config.warps),
-        ("STAGES", config.stages),
-        ("CTAS_PER_SM", config.ctas_per_sm),
-        ("SPLIT_K", config.split_k),
-        ("INVARIANT", int(config.invariant)),
-        ("SHARED_BYTES", config.shared_bytes),
+        *constants(config, "rows words warps stages ctas_per_sm split_k invariant shared_bytes"),
         ("MAY_PREFETCH_WEIGHTS", int(problem.may_prefetch_weights)),
     )
     strides = problem.row_strides

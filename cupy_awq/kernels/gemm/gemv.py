@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Family, Workspace
+from cupy_awq.kernels.family import Family, Workspace, constants
 from cupy_awq.kernels.gemm.problem import AWQ, Problem, awq_layout_refusal, plan_awq_layout
 from cupy_awq.kernels.tiling import ceil_div, next_power_of_two, split_counts
 from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
@@ -108,8 +108,7 @@ class Gemv(Family[Problem, GemvConfig]):
             ("ALIGNED", int(problem.aligned)),
             ("X_ALIGNED", int(problem.x_aligned)),
             ("PTX_PATH", int(device.has(Capability.INLINE_PTX))),
-            ("ROWS", config.rows),
-            ("CHUNK", config.chunk),
+            *constants(config, "rows chunk"),
         )
         grid = (ceil_div(problem.n, BLOCK_N), config.split_k, 1)
         return plan_awq_layout("gemm/gemv.cu", "gemv", defines, problem, device, grid, THREADS)

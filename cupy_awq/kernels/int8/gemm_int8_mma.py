@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_awq.kernels.family import Family, Workspace
+from cupy_awq.kernels.family import Family, Workspace, constants
 from cupy_awq.kernels.int8 import problem as int8_problem
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
 from cupy_awq.kernels.int8.problem import BLOCK_K, ROWS_TO_BLOCKS_LAUNCHES, Int8Problem, layout_refusal
@@ -116,10 +116,7 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
         """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
         defines = (
             *problem.defines(weight_offset=problem.weight_offset or problem.fp8),
-            ("WARP_M", config.warp_m),
-            ("WARPS_M", config.warps_m),
-            ("WARPS_N", config.warps_n),
-            ("STAGES", config.stages),
+            *constants(config, "warp_m warps_m warps_n stages"),
             ("X_BLOCKS", _blocks_in_stage(problem)),
             ("SHORT_BLOCKS", int(problem.block_size <= SHORT_BLOCK and not problem.fp8)),
             ("EVEN", int(problem.even)),

@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import ITEMSIZE
-from cupy_awq.kernels.family import FunctionFamily
+from cupy_awq.kernels.family import FunctionFamily, constants
 from cupy_awq.kernels.hopper import HOPPER, p_norm, resident_clusters
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.tiling import ceil_div
@@ -204,9 +204,7 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         *(item for item in problem.defines(weight_offset=weight_offset) if item[0] != "BITS"),
         ("X_BLOCKS", x_blocks),
         ("STAGES", stages),
-        ("CLUSTER", config.cluster),
-        ("SPLIT_K", config.split_k),
-        ("M64_TILES", config.m64_tiles),
+        *constants(config, "cluster split_k m64_tiles"),
         ("HAS_ALL_ROWS", int(has_all_rows)),
         ("WARPGROUPS", warpgroups),
         ("ROW_SCALES", int(row_scales)),

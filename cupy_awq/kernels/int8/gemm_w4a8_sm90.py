@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import FunctionFamily
+from cupy_awq.kernels.family import FunctionFamily, constants
 from cupy_awq.kernels.hopper import (
     HOPPER,
     available_ctas,
@@ -276,16 +276,8 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         *(item for item in problem.defines(weight_offset=False) if item[0] != "BITS"),
         ("SCALE", TYPES[problem.scale_dtype]),
         ("ROW_SCALES", int(problem.row_scales or problem.fp8)),
-        ("BLOCK_M", config.block_m),
-        ("WARPGROUPS", config.warpgroups),
-        ("M64_TILES", config.m64_tiles),
-        ("CONSUMERS", config.consumers),
-        ("STAGES", config.stages),
-        ("K_TILES", config.k_tiles),
-        ("SPLIT_K", config.split_k),
-        ("SHARE_X", config.share_x),
-        ("CTAS_PER_SM", config.ctas_per_sm),
-        ("OFFSET_TILES", int(config.offset_tiles)),
+        *constants(config, "block_m warpgroups m64_tiles consumers stages k_tiles split_k share_x"),
+        *constants(config, "ctas_per_sm offset_tiles"),
         ("START_NEXT_LATE", int(config.starts_next_late(problem, device))),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import FunctionFamily, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem, constants
 from cupy_awq.kernels.int8.problem import is_dependent
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
@@ -95,9 +95,7 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
     """Return the launch plan; the buffers are x, codes, scale, offset and sums."""
     defines = (
         ("X", TYPES[problem.dtype]),
-        ("LANES", config.lanes),
-        ("ROUNDS", config.rounds),
-        ("THREADS", config.threads),
+        *constants(config, "lanes rounds threads"),
         ("WIDE", int(problem.wide)),
         ("SYMMETRIC", int(problem.symmetric)),
         ("HALF_EVEN", int(problem.half_even)),
