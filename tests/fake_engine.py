@@ -40,7 +40,7 @@ def completion(request: Request, choice: int = 0) -> list[int]:
 class FakeRunner:
     """A runner whose blocks hold tokens: a token whose past is not in its blocks raises AssertionError."""
 
-    is_paged = True
+    is_paged, max_chunk = True, 128
 
     def __init__(self, blocks: int) -> None:
         self.blocks, self.max_tokens = blocks, min(1000, blocks * BLOCK)
@@ -69,6 +69,9 @@ class FakeRunner:
                     break
             outcomes.append(Outcome(chosen))
         return outcomes
+
+    def wait(self) -> None:
+        pass
 
 
 def make_engine(blocks: int = 40, **options: Any) -> tuple[Engine, FakeRunner]:

@@ -60,7 +60,7 @@ def run_random_requests(engine: Engine, count: int, seed: int) -> None:
     for i in range(count):
         request = Request(
             prompt(generator, generator.choice((4, 40, 200))),
-            max_tokens=generator.randrange(1, 60),
+            max_tokens=generator.choice((1, 20, 150)),
             n=generator.choice((1, 1, 1, 3)),
             key=str(generator.randrange(3)),
             salt=str(generator.randrange(2)),
@@ -82,16 +82,19 @@ def run_random_requests(engine: Engine, count: int, seed: int) -> None:
     canceller.join()
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draft", [None, lambda tokens, room: [next_token(tokens, 0), 1][:room]])
 def test_random_requests_leave_no_block_behind(count: int, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is small, so sequences are preempted; each completion is the same as alone."""
     monkeypatch.setattr(scheduler, "EXPECTED_TOKENS", 0)
-    engine, _ = make_engine(blocks=12, max_rows=8, draft=draft)
+    engine, runner = make_engine(blocks=13, max_rows=8, draft=draft)
+    # Requests that come slowly, on a busy machine, wait for each other.
+    runner.before_step = lambda step: time.sleep(4e-3 if len(engine._queued) < 4 else 0)
     with engine:
         run_random_requests(engine, count, seed=count)
         wait_until_idle(engine)
         stats = engine.stats()
+        engine._scheduler.check()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.blocks)
     assert stats.preemptions
     assert stats.cached_tokens
@@ -206,7 +209,7 @@ def test_a_prompt_that_never_fits_is_refused_at_once() -> None:
         ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
         ({"n": 10**9}, "n: expected 1 to 8, got 1000000000"),
         ({"n": True}, "n: expected an integer, got True"),
-        ({"stop": ("x",) * 17}, "stop: expected at most 16 texts, got 17"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs: expected 0 to 20, got -1"),
         ({"logprobs": 21}, "logprobs: expected 0 to 20, got 21"),
         ({"min_tokens": 300}, "min_tokens: expected 0 to 256, got 300"),
         ({"presence_penalty": float("nan")}, "presence_penalty: expected -2 to 2, got nan"),

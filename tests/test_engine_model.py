@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq.llm import Engine, LanguageModel, QueueFullError, Request, Sampling, load
+from cupy_awq.llm import Engine, LanguageModel, QueueFullError, Request, Sampling, TokenChoice, load
 from cupy_awq.llm.decoder.sampling import gumbel_noise
 from cupy_awq.llm.engine import scheduler
+from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.engine.draft import draft_ngram
 from cupy_awq.llm.engine.row_sampler import RowSampler
-from cupy_awq.llm.engine.runner import SlotRunner
+from cupy_awq.llm.engine.runner import SlotRunner, make_runner
 from tests import llm_models
 
 PROMPTS = ["a", "The quick brown fox jumps over the lazy dog. " * 2, "x" * 40, "x" * 40 + "y", "1 2 3 4 5 6 7 8 9"]
@@ -105,6 +107,49 @@ def test_logprobs_are_those_of_the_models_logits(model: LanguageModel) -> None:
         ids.append(choice.token)
 
 
+def test_logprobs_of_a_prompt_are_those_of_the_models_logits_however_it_is_cut(model: LanguageModel) -> None:
+    """In one pass and in chunks, with the blocks taken away in between; a known prefix is run again."""
+    ids = model.encode("The quick brown fox jumps over the lazy dog. " * 3, raw=True)
+    (hidden,) = model.model.prefill(model.model.ops.make_cache(1, len(ids)), 0, ids)
+    logits = model.model.logits(hidden)[0, :-1].astype(np.float64)
+    wanted = logits - logits.max(axis=1, keepdims=True)
+    wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
+    for make in (make_runner, make_slots):
+        with Engine(model, max_chunk=40, make_runner=make) as engine:
+            for _ in "twice":
+                scored = [c for delta in engine.submit(Request(tuple(ids), prompt_logprobs=2)) for c in delta.scored]
+                assert [choice.token for choice in scored] == ids[1:]
+                values = [choice.logprob for choice in scored]
+                np.testing.assert_allclose(values, wanted[np.arange(len(values)), ids[1:]], atol=1e-6)
+                assert [choice.top[0][0] for choice in scored] == wanted.argmax(axis=1).tolist()
+    core = Core(model, make_runner(model.model, 2, 256), max_rows=2, max_chunk=40)
+    one = scheduler.Sequence(Request(tuple(ids), prompt_logprobs=0), 0, len(ids) + 1, 0.0)
+    core.begin([one])
+    found = [choice for _ in range(2) for _, delta in core.step()[1] for choice in delta.scored]
+    core.scheduler._preempt(one)
+    while one in core:
+        found += [choice for _, delta in core.step()[1] for choice in delta.scored]
+    assert found == [TokenChoice(choice.token, choice.logprob) for choice in scored]
+
+
+def test_a_decode_loop_on_a_contiguous_cache_gives_the_same_texts(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model on a GPU generates in this way."""
+    sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)
+
+    def answer() -> list[Any]:
+        chat = model.chat()
+        said = ["".join(chat.say(text, max_tokens=9)) for text in ("Hi", "And now?", "x" * 40)]
+        cached = model.stats.prompt_tokens
+        texts = [model.generate(PROMPTS, max_tokens=20, **options) for options in ({}, {"sampling": sampling})]
+        return [said, *texts, model.score("The sky is blue. " * 20), cached < 100]
+
+    wanted = answer()
+    monkeypatch.setattr(type(model.model.ops), "has_pages", False)
+    assert answer() == wanted
+
+
 def test_a_row_applies_bias_penalties_and_minimum_in_the_documented_order() -> None:
     """The reference is written from the definition: bias, presence and frequency, minimum, repetition, temperature."""
     rng = np.random.default_rng(0)
@@ -131,14 +176,14 @@ def test_a_row_applies_bias_penalties_and_minimum_in_the_documented_order() -> N
 
 
 def test_logits_with_nan_end_their_request_alone(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = type(model.model).row_logits
+    forward = model.model.forward
 
-    def damaged(self: Any, batch: Any, tokens: Any, rows: Any) -> Any:
-        found = logits(self, batch, tokens, rows)
-        found[[tokens[row] == ord("#") - ord("!") for row in rows]] = np.nan
-        return found
+    def damaged(tokens: Any, batch: Any) -> Any:
+        hidden = forward(tokens, batch)
+        hidden[tokens == ord("#") - ord("!")] = np.nan
+        return hidden
 
-    monkeypatch.setattr(type(model.model), "row_logits", damaged)
+    monkeypatch.setattr(model, "model", dataclasses.replace(model.model, forward=damaged))
     with Engine(model) as engine:
         bad, good = (engine.submit(text, raw=True, max_tokens=4) for text in ("a#", "ab"))
         with pytest.raises(RuntimeError, match="logits: expected finite values, got NaN"):
@@ -177,8 +222,8 @@ def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
     assert draft_ngram([1], 4) == []
 
 
-def make_slots(model: LanguageModel, max_rows: int, cache_tokens: int | None) -> SlotRunner:
-    return SlotRunner(model.model, model.config.context, max_rows, cache_tokens)
+def make_slots(model: Any, rows: int, context: int, cache_tokens: int | None) -> SlotRunner:
+    return SlotRunner(model, context, rows, cache_tokens)
 
 
 def test_slots_of_a_contiguous_cache_give_the_same_texts(model: LanguageModel) -> None:
@@ -211,9 +256,9 @@ def test_slots_end_sequences_at_their_capacity_and_refuse_drafts(
         return make_cache(ops, sequences, capacity)
 
     monkeypatch.setattr(type(model.model.ops), "make_cache", make_small)
-    assert make_slots(model, 2, None).max_tokens == 64
+    assert make_slots(model.model, 2, 256, None).max_tokens == 64
     with pytest.raises(ValueError, match="KV cache"):
-        make_slots(model, 2, 1000)
+        make_slots(model.model, 2, 256, 1000)
 
 
 def test_rows_are_at_least_one(model: LanguageModel) -> None:

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import LanguageModel, Sampling
-from cupy_awq.llm.decoder.numpy_backend import NumpyDecodeLoop, NumpyOps
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.text.detokenizer import Detokenizer
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.runtime import placement
@@ -158,12 +158,11 @@ def test_the_models_gpu_is_current_during_its_work_and_never_during_the_callers(
         return call
 
     for owner, names in (
-        (NumpyOps, ("make_cache", "make_decode_loop", "prepare_tokens", "embed", "run")),
-        (NumpyDecodeLoop, ("start", "step")),
+        (NumpyOps, ("make_pages", "prepare_tokens", "embed", "run")),
+        (Core, ("begin", "step", "end")),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
-    monkeypatch.setattr(Cache, "reuse_prefix", watched(Cache.reuse_prefix))
     monkeypatch.setattr(placement, "use_device", on)
     monkeypatch.setattr(model.model.ops, "device_index", 1)
     found = []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import socket
@@ -432,9 +433,10 @@ def test_a_request_that_waits_too_long_gets_503() -> None:
 
 
 def test_logits_with_nan_are_an_error_of_one_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server.engine.model.model
+    damaged = dataclasses.replace(model, head=lambda hidden: np.full((*hidden.shape[:-1], llm_models.VOCAB), np.nan))
     with monkeypatch.context() as patch:
-        model = type(server.engine.model.model)
-        patch.setattr(model, "row_logits", lambda self, batch, tokens, rows: np.full((len(rows), 264), np.nan))
+        patch.setattr(server.engine._core._runner, "_model", damaged)
         for stream in (False, True):
             status, _, content = server.request("POST", COMPLETE, {"model": "tiny", "prompt": "x", "stream": stream})
             assert status == 500

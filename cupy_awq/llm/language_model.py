@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanguageModel`: text in, text out.
 
-The life of a prompt: the tokenizer converts it to tokens; tokens that the KV cache already contains are skipped;
-`Model.prefill` runs the others; a `DecodeLoop` generates one token after the other; a `Detokenizer` converts the tokens
-to text, up to a stop token or stop string.
+The life of a prompt: the tokenizer converts it to tokens; a `Core` skips tokens that the KV cache already contains,
+runs the others, generates one token after the other and converts them to text, up to a stop token or stop string.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from cupy_awq.llm.completion import Completion, Score, Stats
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.engine import scheduler
+from cupy_awq.llm.engine.core import Core
+from cupy_awq.llm.engine.request import Delta, Request
+from cupy_awq.llm.engine.runner import make_runner
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.generate_arguments import (
     Prompt,
@@ -31,15 +31,11 @@ from cupy_awq.llm.generate_arguments import (
     show_count,
 )
 from cupy_awq.llm.text.chat_template import Message, check_arguments, check_messages
-from cupy_awq.llm.text.detokenizer import Detokenizer, StopStrings
 from cupy_awq.llm.text.tokenizer import Tokenizer, check_text
 from cupy_awq.runtime import placement
 
 SCORE_WINDOW = 2048
 """The largest number of tokens per window of `LanguageModel.score`."""
-
-SCORE_ROWS = 64
-"""The number of positions whose logits `LanguageModel.score` keeps in memory at a time."""
 
 
 class ContextFullError(ValueError):
@@ -119,12 +115,13 @@ class LanguageModel:
         )
         ids = [encode(prompt) for prompt in list_prompts(prompts)]
         limit = self._limit(ids, max_tokens)
-        with self._on_device():
-            cache = self.model.ops.make_cache(len(ids), max(map(len, ids)) + limit)
+        core = self._make_core(len(ids), max(map(len, ids)) + limit)
+        options: dict[str, Any] = {"max_tokens": limit, "sampling": sampling, "stop": tuple(stop), "continues": raw}
         completions = [Completion() for _ in ids]
-        for i, text in self._pieces(cache, ids, limit, sampling, stop, completions, continues=raw):
-            if on_text is not None:
-                on_text(i, text)
+        for delta in self._deltas(core, [Request(tuple(prompt), **options) for prompt in ids]):
+            delta.add_to(completions[delta.choice])
+            if on_text is not None and delta.text:
+                on_text(delta.choice, delta.text)
         return completions
 
     def chat(
@@ -169,31 +166,16 @@ class LanguageModel:
         if len(ids) < 2:
             raise ValueError(f"text: expected at least 2 tokens, got {len(ids)}")
         self._check_ids(ids)
-        with self._on_device():
-            score = self._score(ids)
-        if math.isnan(score.log_likelihood):
-            raise ValueError(NAN_LOGITS)
-        return score
-
-    def _score(self, ids: Sequence[int]) -> Score:
         window = min(self.config.context, SCORE_WINDOW, len(ids))
-        cache = self.model.ops.make_cache(1, window)
-        count, total = 0, 0.0
+        core = self._make_core(1, window)
+        log_likelihood = 0.0
         for start in range(0, len(ids) - 1, window - 1):
-            part = ids[start : start + window]
-            cache.reuse_prefix(0, part[:1])
-            done = 0
-            for hidden in self.model.prefill(cache, 0, part[:-1]):
-                for first in range(0, hidden.shape[1], SCORE_ROWS):
-                    rows = self.model.logits(hidden[:, first : first + SCORE_ROWS])
-                    logits = self.model.ops.to_numpy(rows)[0].astype(np.float64)
-                    targets = part[done + first + 1 : done + first + 1 + len(logits)]
-                    top = logits.max(axis=1)
-                    shifted = logits[np.arange(len(targets)), targets] - top
-                    total += float((shifted - np.log(np.exp(logits - top[:, None]).sum(axis=1))).sum())
-                    count += len(targets)
-                done += hidden.shape[1]
-        return Score(count, total)
+            request = Request(tuple(ids[start : start + window]), max_tokens=1, prompt_logprobs=0)
+            for delta in self._deltas(core, [request]):
+                log_likelihood += sum(choice.logprob for choice in delta.scored)
+        if math.isnan(log_likelihood):
+            raise ValueError(NAN_LOGITS)
+        return Score(len(ids) - 1, log_likelihood)
 
     def encode(
         self,
@@ -246,60 +228,44 @@ class LanguageModel:
             raise ValueError(f"prompt: expected fewer tokens than the context of {self.config.context}, got {got}")
         return min(max_tokens, self.config.context - longest)
 
-    def _pieces(
-        self,
-        cache: Cache,
-        ids: Sequence[Sequence[int]],
-        limit: int,
-        sampling: Sampling,
-        stop: Sequence[str],
-        completions: Sequence[Completion],
-        continues: bool = False,
-    ) -> Iterator[tuple[int, str]]:
-        """Generate all completions: yield (index of a prompt, next piece of its text), and fill ``completions``.
-
-        ``continues`` says whether the completions continue the texts of the prompts, or are texts of their own.
-        """
-        model, stats = self.model, Stats()
-        self.stats = stats
-        special_ids = self.tokenizer.special_ids  # the text of these tokens never reaches the detokenizer
-        stop_ids = self.stop_ids | {special_ids[text] for text in stop if text in special_ids}
+    def _make_core(self, rows: int, capacity: int) -> Core:
+        """Return a core for ``rows`` sequences of at most ``capacity`` tokens that begin together."""
         with self._on_device():
-            loop = model.ops.make_decode_loop(functools.partial(model.step_logits, cache), cache, sampling)
-        with contextlib.closing(loop):
-            began = time.perf_counter()
-            tokens = []
+            return Core(self, make_runner(self.model, rows, capacity, is_batch=True), max_rows=rows)
+
+    def _deltas(self, core: Core, requests: Sequence[Request]) -> Generator[Delta, None, None]:
+        """Run requests in place of those that the core has; yield the parts of their completions.
+
+        The index of a completion is that of its request.
+        """
+        stats = self.stats = Stats()
+        sequences = [
+            scheduler.Sequence(request, i, len(request.prompt) + request.max_tokens, 0.0)
+            for i, request in enumerate(requests)
+        ]
+        began = time.perf_counter()
+        try:
             with self._on_device():
-                for i, prompt in enumerate(ids):
-                    new = prompt[cache.reuse_prefix(i, prompt) :]
-                    stats.prompt_tokens += len(new)
-                    tokens.append(loop.start(i, model.prompt_logits(cache, i, new)))
-            stats.prompt_seconds = time.perf_counter() - began
-            began = time.perf_counter()
-            streams = [self.tokenizer.stream(prompt if continues else ()) for prompt in ids]
-            stops = StopStrings(stop)
-            detokenizers = [Detokenizer(stream, stops) for stream in streams]
-            unfinished = set(range(len(ids)))
-            for step in range(limit):
-                for i in sorted(unfinished):
-                    completion, detokenizer, token = completions[i], detokenizers[i], tokens[i]
-                    completion.tokens.append(token)
-                    text = "" if token in stop_ids else detokenizer.step(token)
-                    stopped = token in stop_ids or detokenizer.stopped
-                    if stopped or step == limit - 1:
-                        unfinished.remove(i)
-                        completion.reason = "stop" if stopped else "length"
-                        text += detokenizer.flush() + ("" if detokenizer.stopped else streams[i].flush())
-                    completion.text += text
-                    if text:
-                        yield i, text
-                if not unfinished:
-                    break
+                core.end()
+                core.begin(sequences)
+            while any(sequence in core for sequence in sequences):
                 with self._on_device():
-                    tokens = loop.step()
-                stats.seconds = time.perf_counter() - began
-                stats.tokens += len(unfinished)
-                stats.steps += 1
+                    step, found = core.step()
+                seconds = time.perf_counter() - began
+                if step.is_prompt:
+                    stats.prompt_seconds = seconds
+                    stats.prompt_tokens = sum(len(s.request.prompt) - s.cached for s in sequences)
+                else:
+                    stats.seconds = seconds - stats.prompt_seconds
+                    stats.tokens += len(step.parts)
+                    stats.steps += 1
+                for _, delta in found:
+                    if delta.error:
+                        raise ValueError(delta.error)
+                    yield delta
+        finally:
+            with self._on_device():
+                core.end(sequences)
 
 
 class Chat:
@@ -328,12 +294,11 @@ class Chat:
         self.last: Completion | None = None
         self._model, self._special_tokens = model, special_tokens
         self._template_args = check_arguments(template_args)
-        with model._on_device():
-            self._cache = model.model.ops.make_cache(1, capacity)
+        self._core, self._capacity = model._make_core(1, capacity), capacity
         self._turn = 0
 
     def __repr__(self) -> str:
-        return f"Chat({len(self.messages)} messages, capacity of {self._cache.capacity} tokens, {self._model!r})"
+        return f"Chat({len(self.messages)} messages, capacity of {self._capacity} tokens, {self._model!r})"
 
     def reset(self) -> None:
         """Begin a new conversation with the same system message. An answer that is not complete is not added."""
@@ -375,35 +340,33 @@ class Chat:
     def _say(
         self, text: str, max_tokens: int, sampling: Sampling, stop: Sequence[str], drop_oldest: bool
     ) -> Iterator[str]:
-        model, cache = self._model, self._cache
+        model, capacity = self._model, self._capacity
         completion = self.last = Completion()
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        wanted = min(max_tokens, cache.capacity // 4) if drop_oldest else 1
+        wanted = min(max_tokens, capacity // 4) if drop_oldest else 1
         while True:
             ids = model.encode(
-                messages,
-                special_tokens=self._special_tokens,
-                template_args=self._template_args,
-                limit=cache.capacity,
+                messages, special_tokens=self._special_tokens, template_args=self._template_args, limit=capacity
             )
-            room = cache.capacity - len(ids)
+            room = capacity - len(ids)
             first = int(messages[0]["role"] == "system")
             if room >= wanted or len(messages) - first < 3 or not drop_oldest:
                 break
             del messages[first : first + 2]
         if room < 1:
-            got = show_count(len(ids), cache.capacity)
-            raise ContextFullError(
-                f"conversation: expected fewer tokens than its capacity of {cache.capacity}, got {got}"
-            )
+            got = show_count(len(ids), capacity)
+            raise ContextFullError(f"conversation: expected fewer tokens than its capacity of {capacity}, got {got}")
         limit = min(max_tokens, room)
         turn = self._turn = self._turn + 1
         try:
-            pieces = model._pieces(cache, [ids], limit, sampling, stop, [completion])
-            for _, piece in pieces:
-                yield piece
-                if turn != self._turn:
-                    break  # the KV cache now belongs to a later call of `say`
+            request = Request(tuple(ids), max_tokens=limit, sampling=sampling, stop=tuple(stop))
+            with contextlib.closing(model._deltas(self._core, [request])) as deltas:
+                for delta in deltas:
+                    delta.add_to(completion)
+                    if delta.text:
+                        yield delta.text
+                    if turn != self._turn:
+                        break  # the KV cache now belongs to a later call of `say`
         finally:
             if completion.tokens and turn == self._turn:
                 self.messages = [*messages, {"role": "assistant", "content": completion.text}]

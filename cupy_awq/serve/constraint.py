@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.llm import LanguageModel
+from cupy_awq.llm.engine.core import TextModel
 
 MAX_SOURCE_BYTES = 1 << 16
 """The largest size of a schema, a regular expression or a grammar in bytes."""
@@ -34,7 +34,7 @@ class Grammars:
         model: the model.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: TextModel) -> None:
         self._model = model
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
@@ -101,7 +101,7 @@ class GrammarConstraint:
 class _Vocabulary:
     """The vocabulary in the form of llguidance's `TokenizerWrapper`."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: TextModel) -> None:
         tokenizer, vocab = model.tokenizer, model.config.vocab
         self.eos_token_id = min(model.stop_ids)
         self.bos_token_id = None

@@ -48,10 +48,7 @@ class Reply:
         """Return the reply without streaming, from all (index of the prompt, delta) pairs in order."""
         joined = {i * self.n + choice: Delta(choice) for i in range(len(self.prompts)) for choice in range(self.n)}
         for i, delta in deltas:
-            one = joined[i * self.n + delta.choice]
-            one.text += delta.text
-            one.tokens += delta.tokens
-            one.reason = delta.reason
+            joined[i * self.n + delta.choice] += delta
         choices = []
         for index, delta in joined.items():
             content: dict[str, Any] = {"index": index, "finish_reason": delta.reason}

@@ -67,6 +67,8 @@ class DecoderOps(Protocol):
     """The smallest K for which the back end multiplies by 8-bit codes; it dequantizes other layers."""
     prefill_chunk: int
     """The largest number of prompt tokens per forward pass."""
+    has_pages: bool = False
+    """Whether attention can read pages, so that `make_pages` is implemented and `make_decode_loop` is not needed."""
 
     def prepare_tensor(self, a: npt.NDArray[Any]) -> Array:
         """Copy an RMSNorm weight [size] or an embedding table [V, hidden] to the device and convert its dtype."""
@@ -133,9 +135,9 @@ class DecoderOps(Protocol):
     def make_pages(self, tokens: int | None, positions: int) -> Pages:
         """Allocate pages for ``tokens`` tokens in all, by default those that fit, of sequences of ``positions`` tokens.
 
-        Raises ValueError if memory is insufficient. This default, for back ends without paged attention, always does.
+        Raises ValueError if memory is insufficient.
         """
-        raise ValueError("device: expected a model on the CPU, as attention reads pages there alone, got one on a GPU")
+        raise ValueError("device: expected one whose attention reads pages, got another")
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         """Return a decode loop over ``cache``. Call `start` once per sequence, `step` for each token, then `close`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cupy_awq.check import Array
 from cupy_awq.llm.decoder.backend import DecoderOps, Forward
 from cupy_awq.llm.decoder.forward import Projection
-from cupy_awq.llm.decoder.states import Cache, PagedRows
+from cupy_awq.llm.decoder.states import Cache
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ class Model:
     def step_logits(self, cache: Cache, tokens: Array) -> Array:
         """Run the newest token of every sequence of the cache, tokens [B]; return their logits [B, V]."""
         return self.logits(self.forward(tokens[:, None], cache))[:, -1]
-
-    def row_logits(self, batch: PagedRows, tokens: Sequence[int], rows: Sequence[int]) -> Array:
-        """Run the new tokens [M] of a ragged batch; return the logits [len(rows), V] of some of its rows."""
-        hidden = self.forward(self.ops.prepare_tokens(tokens)[None], batch)
-        return self.logits(hidden[0, rows]) if len(rows) else hidden[0, :0]
 
     def logits(self, hidden: Array) -> Array:
         """Return the logits, float32 [.., V], of hidden states [.., hidden]."""

@@ -48,6 +48,7 @@ class NumpyOps(DecoderOps):
     device_index = HOST
     int8_min_k = sys.maxsize
     prefill_chunk = 512
+    has_pages = True
 
     def __init__(
         self,
@@ -133,11 +134,10 @@ class NumpyOps(DecoderOps):
         return states.allocate(layers, sequences, capacity, np.float32, self.xp, free_bytes)
 
     def make_pages(self, tokens: int | None, positions: int) -> Pages:
-        layers, budget = self.config.layers, _memory_bytes() // 8
+        layers, total_bytes = self.config.layers, _memory_bytes()
         block_bytes = states.count_bytes(layers, 1, BLOCK, 4)
-        blocks = budget // block_bytes if tokens is None else count_blocks(tokens)
-        if blocks * block_bytes > 4 * budget:
-            raise ValueError(f"cache_tokens: expected at most {4 * budget // block_bytes * BLOCK}, got {tokens}")
+        blocks = total_bytes // 8 // block_bytes if tokens is None else count_blocks(tokens)
+        states.check_size(blocks * block_bytes, total_bytes // 2, f"{blocks * BLOCK}")
         return states.allocate_pages(layers, blocks, positions, np.float32, self.xp)
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:

@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
     Attributes:
         rows: the rows.
-        sequence: where a state has the sequence: its index in a `Cache`, or its blocks, integers [n], in `Pages`.
+        sequence: where a state has the sequence: its index in a `Cache`, or its `Blocks` in `Pages`.
         start: the number of tokens before the new ones.
     """
 
@@ -112,12 +112,32 @@ class KvState:
         return length
 
 
+class Blocks(NamedTuple):
+    """The blocks of a sequence.
+
+    Attributes:
+        ids: the blocks, integers [n].
+        index: an index that selects them: a slice, which copies nothing, if they are consecutive.
+    """
+
+    ids: Array
+    index: Any
+
+    @classmethod
+    def of(cls, blocks: Sequence[int]) -> Blocks:
+        """Return some blocks, at least one."""
+        ids = np.array(blocks)
+        is_consecutive = bool((np.diff(ids) == 1).all())
+        return cls(ids, slice(ids[0], ids[-1] + 1) if is_consecutive else ids)
+
+
 @dataclass(frozen=True)
 class PagedKvState:
     """The state of an attention layer in blocks: the keys and values of `BLOCK` tokens each.
 
     Attributes:
-        k, v: the keys and values, [blocks, kv_heads, BLOCK, head_dim] in the back end's dtype.
+        k, v: the keys and values, [kv_heads, blocks, BLOCK, head_dim] in the back end's dtype, so that consecutive
+            blocks are consecutive tokens and need no copy.
     """
 
     k: Array
@@ -126,14 +146,14 @@ class PagedKvState:
     def append(self, run: Run, k: Array, v: Array) -> None:
         """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""
         places = np.arange(run.start, run.start + len(k))
-        blocks, offsets = run.sequence[places // BLOCK], places % BLOCK
-        self.k[blocks, :, offsets] = k
-        self.v[blocks, :, offsets] = v
+        blocks, offsets = run.sequence.ids[places // BLOCK], places % BLOCK
+        self.k[:, blocks, offsets] = k.swapaxes(0, 1)
+        self.v[:, blocks, offsets] = v.swapaxes(0, 1)
 
     def read(self, run: Run, length: int) -> tuple[Array, Array]:
         """Return the keys and values of the first ``length`` tokens of a sequence, [kv_heads, length, head_dim]."""
-        blocks = run.sequence[: count_blocks(length)]
-        k, v = (a[blocks].swapaxes(0, 1).reshape(a.shape[1], -1, a.shape[3])[:, :length] for a in (self.k, self.v))
+        blocks = run.sequence.index
+        k, v = (a[:, blocks].reshape(a.shape[0], -1, a.shape[3])[:, :length] for a in (self.k, self.v))
         return k, v
 
 
@@ -202,13 +222,14 @@ class Pages:
     @property
     def blocks(self) -> int:
         """The number of blocks that sequences can own."""
-        return len(self.layers[0].k) - 1
+        return int(self.layers[0].k.shape[1]) - 1
 
     def make_rows(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> PagedRows:
         """Return a batch of new tokens: (number of tokens before them, number of new tokens, blocks) by sequence."""
         found, positions, row = [], [], 0
         for start, count, blocks in runs:
-            found.append(Run(slice(row, row + count), np.array(blocks), start))
+            used = blocks[: count_blocks(start + count)]
+            found.append(Run(slice(row, row + count), Blocks.of(used), start))
             positions.append(np.arange(start, start + count))
             row += count
         return PagedRows(self.layers, self.rotations, np.concatenate(positions), tuple(found))
@@ -257,14 +278,19 @@ def allocate(layers: Sequence[LayerSpec], sequences: int, capacity: int, dtype: 
         ValueError: the states need more than ``free_bytes``. In this case nothing is allocated.
     """
     needed_bytes = count_bytes(layers, sequences, capacity, np.dtype(dtype).itemsize)
-    if needed_bytes > free_bytes:
-        raise ValueError(
-            f"KV cache of {sequences} x {capacity} tokens: expected at most {free_bytes / 1e9:.2f} GB,"
-            f" got {needed_bytes / 1e9:.2f} GB; use fewer tokens or fewer sequences"
-        )
+    check_size(needed_bytes, free_bytes, f"{sequences} x {capacity}")
     rotations = make_rotations(layers, capacity, xp)
     states = tuple(KvState.allocate(layer.mixer, sequences, capacity, dtype, xp) for layer in layers)
     return Cache(states, xp.zeros(sequences, np.int32), rotations, [[] for _ in range(sequences)], capacity)
+
+
+def check_size(needed_bytes: int, free_bytes: int, tokens: str) -> None:
+    """Raise ValueError if a cache of so many tokens does not fit into memory."""
+    if needed_bytes > free_bytes:
+        raise ValueError(
+            f"KV cache of {tokens} tokens: expected at most {free_bytes / 1e9:.2f} GB,"
+            f" got {needed_bytes / 1e9:.2f} GB; use fewer tokens or fewer sequences"
+        )
 
 
 def make_rotations(layers: Sequence[LayerSpec], positions: int, xp: Any) -> dict[Rope, tuple[Array, Array]]:
@@ -275,6 +301,6 @@ def make_rotations(layers: Sequence[LayerSpec], positions: int, xp: Any) -> dict
 
 def allocate_pages(layers: Sequence[LayerSpec], blocks: int, positions: int, dtype: Any, xp: Any) -> Pages:
     """Allocate the blocks of all layers, and the one that padding rows use, for sequences of ``positions`` tokens."""
-    sizes = [(DUMMY + 1 + blocks, layer.mixer.kv_heads, BLOCK, layer.mixer.head_dim) for layer in layers]
+    sizes = [(layer.mixer.kv_heads, DUMMY + 1 + blocks, BLOCK, layer.mixer.head_dim) for layer in layers]
     states = tuple(PagedKvState(xp.zeros(size, dtype), xp.zeros(size, dtype)) for size in sizes)
     return Pages(states, make_rotations(layers, positions, xp))

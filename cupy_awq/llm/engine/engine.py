@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import threading
 import time
@@ -21,16 +20,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_awq.check import HOST
-from cupy_awq.llm.decoder.block_pool import BLOCK, BlockPool
+from cupy_awq.llm.decoder.block_pool import BLOCK
+from cupy_awq.llm.engine.core import Core, TextModel
 from cupy_awq.llm.engine.generation import Generation
-from cupy_awq.llm.engine.request import QueueFullError, Request, TokenChoice
-from cupy_awq.llm.engine.row_sampler import RowSampler
-from cupy_awq.llm.engine.runner import Outcome, PagedRunner, Runner, SlotRunner
-from cupy_awq.llm.engine.scheduler import Draft, Scheduler, Sequence
+from cupy_awq.llm.engine.request import Delta, QueueFullError, Request
+from cupy_awq.llm.engine.runner import Runner, make_runner
+from cupy_awq.llm.engine.scheduler import Draft, Sequence
 from cupy_awq.llm.generate_arguments import Prompt, show_count
-from cupy_awq.llm.language_model import LanguageModel
-from cupy_awq.llm.text.detokenizer import DecodeStream, Detokenizer
 from cupy_awq.runtime import placement
 
 LOG = logging.getLogger(__name__)
@@ -64,24 +60,6 @@ class EngineStats:
     steps: int
 
 
-@dataclass(eq=False)
-class _Row:
-    """A sequence beyond its scheduling.
-
-    Attributes:
-        generation: its request's generation.
-        stream, detokenizer: its text.
-        stop_ids: the tokens that end it.
-        count: the number of its tokens so far.
-    """
-
-    generation: Generation
-    stream: DecodeStream
-    detokenizer: Detokenizer
-    stop_ids: frozenset[int]
-    count: int = 0
-
-
 class Engine:
     """An engine for a model. It is a context manager; threads may share it.
 
@@ -100,7 +78,7 @@ class Engine:
         max_chunk: the largest number of prompt tokens per step; by default that of the model's back end.
         draft: a function that guesses tokens, such as `draft.draft_ngram`, or None. It changes no text with a
             batch-invariant model.
-        make_runner: a function from the model, ``max_rows`` and ``cache_tokens`` to a runner; for tests.
+        make_runner: a function with the arguments of `runner.make_runner`; for tests.
 
     Raises:
         ValueError: the cache does not fit into memory, or ``draft`` is given for a model on a GPU.
@@ -114,34 +92,29 @@ class Engine:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: TextModel,
         *,
         max_rows: int = 64,
         cache_tokens: int | None = None,
         inter_token_seconds: float = 0.05,
         max_chunk: int | None = None,
         draft: Draft | None = None,
-        make_runner: Callable[[LanguageModel, int, int | None], Runner] | None = None,
+        make_runner: Callable[..., Runner] = make_runner,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("cache_tokens", cache_tokens), ("max_chunk", max_chunk)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.model, self.max_rows = model, max_rows
-        self._runner = (make_runner or _make_runner)(model, max_rows, cache_tokens)
-        if draft is not None and not self._runner.is_paged:
+        with placement.use_device(model.model.ops.device_index):
+            runner = make_runner(model.model, max_rows, model.config.context, cache_tokens)
+        if draft is not None and not runner.is_paged:
             raise ValueError("draft: expected None for a model on a GPU, got a function")
-        self._scheduler = Scheduler(
-            BlockPool(1 + self._runner.blocks),
-            max_rows=max_rows,
-            max_chunk=max_chunk or model.model.ops.prefill_chunk,
-            inter_token_seconds=inter_token_seconds,
-            draft=draft,
-        )
-        self.max_tokens = self._runner.max_tokens
-        self._numbers = itertools.count()
-        self._rows: dict[Sequence, _Row] = {}
-        self._samplers: dict[Sequence, RowSampler] = {}
+        limits: dict[str, Any] = {"max_chunk": max_chunk, "inter_token_seconds": inter_token_seconds}
+        self._core = Core(model, runner, max_rows=max_rows, draft=draft, **limits)
+        self._scheduler = self._core.scheduler
+        self.max_tokens = runner.max_tokens
         self._sequences: dict[Generation, list[Sequence]] = {}
+        self._generations: dict[Sequence, Generation] = {}
         self._changed = threading.Condition()
         self._inbox: deque[tuple[Generation, list[Sequence] | None]] = deque()
         self._queued: dict[Generation, int] = {}  # the tokens of the requests that have not left the queue
@@ -259,7 +232,7 @@ class Engine:
                 arrived = [generation for generation, sequences in self._inbox if sequences]
             for generation in [*self._sequences, *arrived]:
                 for choice in range(generation.request.n):
-                    self._add(generation, choice, "", [], "error", f"engine: {error!s:.200}")
+                    self._add(generation, Delta(choice, reason="error", error=f"engine: {error!s:.200}"))
             self._wake()
 
     def _read_inbox(self) -> bool:
@@ -279,24 +252,16 @@ class Engine:
         for sequence in self._scheduler.expired(time.monotonic()):
             waited = sequence.admitted is None
             message = "request: expected to start in time, got none" if waited else "request: its time is over"
-            self._end(self._rows[sequence].generation, "timeout", message)
+            if sequence in self._generations:  # not ended with another completion of its request
+                self._end(self._generations[sequence], "timeout", message)
         self._wake()
         return not self._is_closing or bool(self._sequences)
 
     def _begin(self, generation: Generation, sequences: list[Sequence]) -> None:
-        request, tokenizer = generation.request, self.model.tokenizer
-        special = tokenizer.special_ids
-        stop_ids = self.model.stop_ids | {special[text] for text in request.stop if text in special}
         self._sequences[generation] = sequences
-        for sequence in sequences:
-            if not self._runner.is_paged:
-                sequence.table.salt = str(next(self._numbers))  # so no other sequence has its prefixes
-            stream = tokenizer.stream(request.prompt if request.continues else ())
-            ends = frozenset() if request.ignore_stop_tokens else stop_ids
-            self._rows[sequence] = _Row(generation, stream, Detokenizer(stream, request.stop), ends)
-            self._samplers[sequence] = RowSampler(request, sequence.choice, self.model.config.vocab, stop_ids)
-        self._totals["prompt_tokens"] += len(request.prompt)
-        self._scheduler.add(sequences[0])  # the other completions follow when the prompt is in the cache
+        self._generations |= dict.fromkeys(sequences, generation)
+        self._totals["prompt_tokens"] += len(generation.request.prompt)
+        self._core.begin(sequences, shares_prompt=True)
 
     def _step(self) -> None:
         step = self._scheduler.next_step(time.monotonic())
@@ -305,24 +270,23 @@ class Engine:
         if self._queued:
             for part in step.parts:
                 self._leave_queue(part.sequence)
-        began = time.monotonic()
         try:
-            outcomes = self._runner.run(step, self._samplers)
+            found = self._core.run(step)
         except MemoryError:
-            for part in step.parts:
-                self._end(self._rows[part.sequence].generation, "error", "memory: expected enough, got none")
+            for generation in {self._generations[part.sequence] for part in step.parts}:
+                self._end(generation, "error", "memory: expected enough, got none")
             return
-        seconds = time.monotonic() - began
-        self._scheduler.finish_step(step, [[t.token for t in outcome.tokens] for outcome in outcomes], seconds)
         self._totals["steps"] += 1
-        for part, outcome in zip(step.parts, outcomes, strict=True):
-            if part.sequence in self._rows:
-                self._receive(part.sequence, outcome)
+        for sequence, delta in found:
+            self._totals["completion_tokens"] += len(delta.tokens)
+            self._add(self._generations[sequence], delta)
+            if delta.reason:
+                self._forget(sequence)
         self._wake()
 
     def _leave_queue(self, sequence: Sequence) -> None:
         """Count a request out of the queue when its first sequence runs."""
-        generation = self._rows[sequence].generation
+        generation = self._generations[sequence]
         if self._dequeue(generation):
             generation.cached_tokens = sequence.cached
             self._totals["cached_tokens"] += sequence.cached
@@ -331,60 +295,28 @@ class Engine:
         with self._changed:
             return self._queued.pop(generation, None) is not None
 
-    def _receive(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Turn the new tokens of a sequence into text, and end the sequence if one of them is the last."""
-        row, request = self._rows[sequence], sequence.request
-        kept: list[TokenChoice] = []
-        text, reason = "", ""
-        step = row.detokenizer.step if request.stop else row.stream.step  # the search for stop strings takes time
-        for choice in outcome.tokens:
-            kept.append(choice)
-            row.count += 1
-            is_stop = choice.token in row.stop_ids
-            text += "" if is_stop else step(choice.token)
-            if is_stop or row.detokenizer.stopped:
-                reason = "stop"
-            elif len(request.prompt) + row.count >= sequence.limit:
-                reason = "length"
-            if reason:
-                break
-        if outcome.error and not reason:
-            reason = "error"
-        if reason:
-            text += row.detokenizer.flush() + ("" if row.detokenizer.stopped else row.stream.flush())
-        self._totals["completion_tokens"] += len(kept)
-        siblings = self._sequences[row.generation]
-        if kept and row.count == len(kept) and sequence.choice == 0:
-            for sibling in siblings[:0:-1]:
-                sibling.admitted = sequence.admitted
-                self._scheduler.add(sibling, first=True)
-        self._add(row.generation, sequence.choice, text, kept, reason, outcome.error if reason == "error" else "")
-        if reason:
-            self._forget(sequence)
-
     def _end(self, generation: Generation, reason: str, error: str = "") -> None:
         """End all completions of a request."""
-        for sequence in list(self._sequences.get(generation, ())):
-            self._add(generation, sequence.choice, "", [], reason, error)
+        sequences = list(self._sequences.get(generation, ()))
+        self._core.end(sequences)
+        for sequence in sequences:
+            self._add(generation, Delta(sequence.choice, reason=reason, error=error))
             self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Remove a sequence from all tables and release its blocks, and its request if it has no other sequence."""
-        generation = self._rows.pop(sequence).generation
-        self._samplers.pop(sequence, None)
-        self._scheduler.remove(sequence)
-        self._sequences[generation] = [other for other in self._sequences[generation] if other is not sequence]
+        """Remove a sequence that has ended from all tables, and its request if it has no other."""
+        generation = self._generations.pop(sequence)
+        self._sequences[generation].remove(sequence)
         if not self._sequences[generation]:
             del self._sequences[generation]
             self._dequeue(generation)
-            if not self._sequences:
-                self._scheduler.check()
+            pool = self._scheduler.pool
+            if not self._sequences and pool.free < pool.size:
+                raise RuntimeError(f"blocks: expected {pool.size} free ones in an idle engine, got {pool.free}")
 
-    def _add(
-        self, generation: Generation, choice: int, text: str, tokens: list[TokenChoice], reason: str, error: str = ""
-    ) -> None:
+    def _add(self, generation: Generation, delta: Delta) -> None:
         """Add to a completion; the event loop of its reader is told once per step."""
-        waiter = generation.add(choice, text, tokens, reason, error)
+        waiter = generation.add(delta)
         if waiter is not None:
             self._woken.setdefault(waiter[0], set()).add(waiter[1])
 
@@ -398,10 +330,3 @@ class Engine:
 def _set_all(events: Iterable[asyncio.Event]) -> None:
     for event in events:
         event.set()
-
-
-def _make_runner(model: LanguageModel, max_rows: int, cache_tokens: int | None) -> Runner:
-    with placement.use_device(model.model.ops.device_index):
-        if model.model.ops.device_index == HOST:
-            return PagedRunner(model.model, model.config.context, cache_tokens)
-        return SlotRunner(model.model, model.config.context, max_rows, cache_tokens)

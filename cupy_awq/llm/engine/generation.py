@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from cupy_awq.llm.completion import Completion
-from cupy_awq.llm.engine.request import Delta, Request, TokenChoice
+from cupy_awq.llm.engine.request import Delta, Request
 
 
 class Generation:
@@ -73,31 +73,24 @@ class Generation:
         """
         completions = [Completion() for _ in range(self.request.n)]
         for delta in self:
-            completion = completions[delta.choice]
-            completion.text += delta.text
-            completion.tokens += [choice.token for choice in delta.tokens]
-            completion.reason = delta.reason
+            delta.add_to(completions[delta.choice])
             if delta.error:
                 self.cancel()
                 raise RuntimeError(delta.error)
         return completions
 
-    def add(
-        self, choice: int, text: str, tokens: list[TokenChoice], reason: str = "", error: str = ""
-    ) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
+    def add(self, new: Delta) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
         """Add to a completion, for the engine; return the event loop and the event of a waiting reader, or None."""
         with self._changed:
-            if choice not in self._unfinished:
+            if new.choice not in self._unfinished:
                 return None
-            delta = self._pending.get(choice)
-            if delta is None:
-                delta = self._pending[choice] = Delta(choice)
-            delta.text += text
-            delta.tokens += tokens
-            delta.reason, delta.error = reason, error
-            self.completion_tokens += len(tokens)
-            if reason:
-                self._unfinished.remove(choice)
+            if new.choice in self._pending:
+                self._pending[new.choice] += new
+            else:
+                self._pending[new.choice] = new
+            self.completion_tokens += len(new.tokens)
+            if new.reason:
+                self._unfinished.remove(new.choice)
             self._changed.notify_all()
             return self._waiter
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq.llm.completion import Completion
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.generate_arguments import check_max_tokens, check_sampling, check_stop
 
@@ -20,8 +21,8 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 """The largest number of likely tokens that are reported for each token."""
 
-MAX_STOPS, MAX_BIASES = 16, 300
-"""The largest numbers of stop strings and of biased tokens of one request."""
+MAX_BIASES = 300
+"""The largest number of biased tokens of one request."""
 
 
 class QueueFullError(RuntimeError):
@@ -56,6 +57,7 @@ class Request:
         logit_bias: what is added to the logits of tokens, -100 to 100 by id.
         logprobs: the number of likely tokens to report with each token, 0 to `MAX_LOGPROBS`; None reports nothing. They
             are taken from the logits of the model, before bias, penalties, temperature and filters.
+        prompt_logprobs: the same for the tokens of the prompt, except for the first, which has no probability.
         ignore_stop_tokens: True to go on after a token that ends a text.
         min_tokens: the number of tokens before which no stop token is chosen.
         continues: True if the completion continues the text of the prompt and is no text of its own.
@@ -80,6 +82,7 @@ class Request:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_stop_tokens: bool = False
     min_tokens: int = 0
     continues: bool = False
@@ -95,12 +98,11 @@ class Request:
         check_max_tokens(self.max_tokens)
         check_sampling(self.sampling)
         object.__setattr__(self, "stop", tuple(check_stop(self.stop)))
-        if len(self.stop) > MAX_STOPS:
-            raise ValueError(f"stop: expected at most {MAX_STOPS} texts, got {len(self.stop)}")
         _check_integer("n", self.n, 1, MAX_CHOICES)
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), 2)
         if len(self.logit_bias) > MAX_BIASES:
@@ -146,6 +148,7 @@ class Delta:
         choice: the index of the completion.
         text: the new text, without special tokens and stop strings.
         tokens: the new tokens. A text may come later than its tokens, if it could be the start of a stop string.
+        scored: the next tokens of the prompt, for a request with prompt_logprobs.
         reason: "" if the completion goes on; else "stop", "length", "cancelled", "timeout" or "error".
         error: what went wrong, for the reasons "timeout" and "error".
     """
@@ -153,5 +156,20 @@ class Delta:
     choice: int
     text: str = ""
     tokens: list[TokenChoice] = field(default_factory=list)
+    scored: list[TokenChoice] = field(default_factory=list)
     reason: str = ""
     error: str = ""
+
+    def __iadd__(self, later: Delta) -> Delta:
+        """Append the delta that comes next."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.scored += later.scored
+        self.reason, self.error = later.reason, later.error
+        return self
+
+    def add_to(self, completion: Completion) -> None:
+        """Add the text, the tokens and the reason to a completion."""
+        completion.text += self.text
+        completion.tokens += [choice.token for choice in self.tokens]
+        completion.reason = self.reason

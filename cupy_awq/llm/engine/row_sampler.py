@@ -51,7 +51,8 @@ class RowSampler:
         request, raw = self._request, logits
         if request.logprobs is not None:
             logits = logits.copy()
-        logits[self._biased] += self._biases
+        if self._biased.size:
+            logits[self._biased] += self._biases
         if self._penalizes and self._counts:
             ids, counts = (np.array(list(part)) for part in (self._counts, self._counts.values()))
             logits[ids] -= np.float32(request.presence_penalty) + np.float32(request.frequency_penalty) * counts
@@ -66,14 +67,14 @@ class RowSampler:
         self._counts[token] += self._penalizes
         if self._seen.size:
             self._seen[token] = True
-        return TokenChoice(token) if request.logprobs is None else _with_logprobs(token, raw, request.logprobs)
+        return TokenChoice(token) if request.logprobs is None else with_logprobs(request.logprobs, token, raw)
 
 
-def _with_logprobs(token: int, logits: Array, count: int) -> TokenChoice:
-    """Return a token with its log-probability and those of the ``count`` most likely tokens."""
+def with_logprobs(count: int, token: int, logits: Array) -> TokenChoice:
+    """Return a token with its log-probability, given logits [V], and those of the ``count`` most likely tokens."""
     values = logits.astype(np.float64)
     values -= values.max()
     values -= np.log(np.exp(values).sum())
-    likely = np.argpartition(-values, min(count, len(values) - 1))[:count]
+    likely = np.argpartition(-values, min(count, len(values) - 1))[:count] if count else np.empty(0, np.int64)
     top = likely[np.argsort(-values[likely], kind="stable")]
     return TokenChoice(token, float(values[token]), tuple((int(i), float(values[i])) for i in top))

@@ -1,28 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PagedRunner` and `SlotRunner`: a step of the scheduler to tokens, by the model and its cache."""
+"""A step of the scheduler to tokens, by the model and its cache: `PagedRunner`, and runners of contiguous caches."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq.check import Array
+from cupy_awq.llm.decoder.backend import DecodeLoop
 from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.request import TokenChoice
-from cupy_awq.llm.engine.row_sampler import RowSampler
+from cupy_awq.llm.engine.row_sampler import RowSampler, with_logprobs
 from cupy_awq.llm.engine.scheduler import Part, Step
+
+SCORE_ROWS = 64
+"""The number of prompt tokens whose logits are in memory at a time."""
 
 
 class Outcome(NamedTuple):
-    """The tokens that a part of a step chose, none if it does not end its sequence, and an error or ""."""
+    """What a part of a step found.
+
+    Attributes:
+        tokens: the tokens that it chose, none if it does not end its sequence.
+        error: what went wrong, or "".
+        scored: the tokens of the prompt after those of the part, if the request asks for their log-probabilities.
+    """
 
     tokens: Sequence[TokenChoice] = ()
     error: str = ""
+    scored: Sequence[TokenChoice] = ()
 
 
 class Runner(Protocol):
@@ -31,16 +45,39 @@ class Runner(Protocol):
     Attributes:
         blocks: the number of blocks for sequences.
         max_tokens: the largest number of tokens of a sequence.
+        max_chunk: the largest number of prompt tokens per step.
         is_paged: whether sequences can share blocks, give them up, and have drafts.
     """
 
     blocks: int
     max_tokens: int
+    max_chunk: int
     is_paged: bool
 
     def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
         """Run a step and return the outcome of each part. An error of one sequence is part of its outcome."""
         ...
+
+    def wait(self) -> None:
+        """Wait for all work that uses the cache."""
+        ...
+
+
+def make_runner(
+    model: Model, rows: int, context: int, cache_tokens: int | None = None, *, is_batch: bool = False
+) -> Runner:
+    """Return a runner for the model's back end: paged where attention can read pages, else with a contiguous cache.
+
+    Args:
+        model: the model, whose device is current.
+        rows: the largest number of sequences.
+        context: the largest number of tokens of a sequence.
+        cache_tokens: the number of tokens of all sequences, or None for those that fit.
+        is_batch: True for sequences that begin together with equal sampling parameters, ``context`` tokens each.
+    """
+    if model.ops.has_pages:
+        return PagedRunner(model, context, rows * (context + BLOCK) if is_batch else cache_tokens)
+    return LoopRunner(model, rows, context) if is_batch else SlotRunner(model, context, rows, cache_tokens)
 
 
 class PagedRunner:
@@ -59,7 +96,7 @@ class PagedRunner:
 
     def __init__(self, model: Model, context: int, cache_tokens: int | None) -> None:
         self._model, self._pages = model, model.ops.make_pages(cache_tokens, context)
-        self.blocks = self._pages.blocks
+        self.blocks, self.max_chunk = self._pages.blocks, model.ops.prefill_chunk
         self.max_tokens = min(context, self.blocks * BLOCK)
 
     def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
@@ -73,13 +110,18 @@ class PagedRunner:
         batch = self._pages.make_rows(
             [(part.start, part.size + len(part.drafts), part.sequence.table.blocks) for part in step.parts]
         )
-        logits = self._model.ops.to_numpy(self._model.row_logits(batch, tokens, rows))
+        hidden = self._model.forward(self._model.ops.prepare_tokens(tokens)[None], batch)[0]
+        logits = self._model.ops.to_numpy(self._model.logits(hidden[rows])) if rows else np.empty(0, np.float32)
         outcomes = []
-        for part in step.parts:
+        for part, run in zip(step.parts, batch.row_runs, strict=True):
             count = 1 + len(part.drafts) if part.is_last else 0
-            outcomes.append(_choose(part, logits[:count], samplers[part.sequence]))
+            scored = _score(self._model, part, part.start, hidden[run.rows]) if step.is_prompt else []
+            outcomes.append(_choose(part, logits[:count], samplers[part.sequence], scored))
             logits = logits[count:]
         return outcomes
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class SlotRunner:
@@ -101,6 +143,7 @@ class SlotRunner:
         self._model = model
         self.max_tokens = context if cache_tokens is None else min(context, cache_tokens // slots)
         self._cache = self._allocate(slots, is_fixed=cache_tokens is not None)
+        self.max_chunk = model.ops.prefill_chunk
         # One more block per slot than needed: admission keeps them free, so no sequence is ever preempted.
         self.blocks = slots * (1 + count_blocks(self.max_tokens))
         self._slots: dict[scheduler.Sequence, int] = {}
@@ -124,20 +167,22 @@ class SlotRunner:
             self._cache.tokens[slot].clear()
             self._free.append(slot)
         if step.is_prompt:
-            return [_choose(part, self._run_prompt(part), samplers[part.sequence]) for part in step.parts]
+            return [self._run_prompt(part, samplers[part.sequence]) for part in step.parts]
         logits = self._decode(step)
         slots = (self._slots[part.sequence] for part in step.parts)
         rows = [logits[slot : slot + 1] for slot in slots]
         return [_choose(part, row, samplers[part.sequence]) for part, row in zip(step.parts, rows, strict=True)]
 
-    def _run_prompt(self, part: Part) -> npt.NDArray[np.float32]:
-        """Run a part of a prompt; return the logits [1, V] of its last token, or [0] if the prompt goes on."""
+    def wait(self) -> None:
+        """Return at once."""
+
+    def _run_prompt(self, part: Part, sampler: RowSampler) -> Outcome:
         if part.sequence not in self._slots:
             self._free.sort(reverse=True)
             self._slots[part.sequence] = self._free.pop()
-        slot = self._slots[part.sequence]
-        logits = self._model.prompt_logits(self._cache, slot, part.tokens)
-        return self._model.ops.to_numpy(logits[None]) if part.is_last else np.empty(0, np.float32)
+        logits, scored = _prefill(self._model, self._cache, self._slots[part.sequence], part, part.start)
+        rows = self._model.ops.to_numpy(logits[None]) if part.is_last else np.empty(0, np.float32)
+        return _choose(part, rows, sampler, scored)
 
     def _decode(self, step: Step) -> npt.NDArray[np.float32]:
         """Run the newest token of all slots up to the last in use; return their logits [slots, V]."""
@@ -153,7 +198,88 @@ class SlotRunner:
         return self._model.ops.to_numpy(logits)
 
 
-def _choose(part: Part, logits: npt.NDArray[np.float32], sampler: RowSampler) -> Outcome:
+class LoopRunner:
+    """A runner for a back end without paged attention and sequences that begin together: its decode loop.
+
+    Each sequence has a sequence of a contiguous cache, whose index is that of its completion. Its tokens stay there
+    when it ends, and the next one at the same place skips those that it shares. All have equal sampling parameters.
+
+    Args:
+        model: the model.
+        rows: the number of sequences.
+        capacity: the largest number of tokens of a sequence.
+    """
+
+    is_paged = False
+    max_chunk = sys.maxsize  # so all prompts run in one step, before the loop decodes
+
+    def __init__(self, model: Model, rows: int, capacity: int) -> None:
+        self._model, self.max_tokens = model, capacity
+        self.blocks = rows * (1 + count_blocks(capacity))
+        self._cache = model.ops.make_cache(rows, capacity)
+        self._loop: DecodeLoop | None = None
+
+    def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
+        """Run a step and return the outcome of each part. Raises ValueError if the logits contain NaN."""
+        cache = self._cache
+        if not step.is_prompt:
+            tokens = self._decode_loop(step).step()
+            return [Outcome([TokenChoice(tokens[part.sequence.choice])]) for part in step.parts]
+        loop, outcomes = self._decode_loop(step), []
+        for part in step.parts:
+            sequence, row = part.sequence, part.sequence.choice
+            known = part.tokens if sequence.request.prompt_logprobs is None else part.tokens[:1]
+            sequence.cached = cache.reuse_prefix(row, known)
+            logits, scored = _prefill(self._model, cache, row, part, sequence.cached)
+            outcomes.append(Outcome([TokenChoice(loop.start(row, logits))], scored=scored))
+        return outcomes
+
+    def wait(self) -> None:
+        """Wait for the step that the loop has launched ahead."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def _decode_loop(self, step: Step) -> DecodeLoop:
+        if self._loop is None:
+            sampling = step.parts[0].sequence.request.sampling
+            step_logits = functools.partial(self._model.step_logits, self._cache)
+            self._loop = self._model.ops.make_decode_loop(step_logits, self._cache, sampling)
+        return self._loop
+
+
+def _prefill(model: Model, cache: Cache, row: int, part: Part, start: int) -> tuple[Array, list[TokenChoice]]:
+    """Run the tokens of a part from ``start`` on; return the logits [V] of the last, and the scored prompt tokens."""
+    scored: list[TokenChoice] = []
+    at = start
+    for hidden in model.prefill(cache, row, part.tokens[start - part.start :]):
+        scored += _score(model, part, at, hidden[0])
+        at += hidden.shape[1]
+    return model.logits(hidden[:, -1])[0], scored
+
+
+def _score(model: Model, part: Part, start: int, hidden: Array) -> list[TokenChoice]:
+    """Return the prompt tokens that follow hidden states [S, hidden] from position ``start`` on, if they are wanted.
+
+    Those that an earlier step returned, before the sequence was preempted, are left out.
+    """
+    sequence, count = part.sequence, part.sequence.request.prompt_logprobs
+    if count is None:
+        return []
+    first = max(start, sequence.scored)
+    targets = sequence.request.prompt[first + 1 : start + 1 + len(hidden)]
+    found: list[TokenChoice] = []
+    for i in range(0, len(targets), SCORE_ROWS):
+        rows = hidden[first - start + i : first - start + i + SCORE_ROWS]
+        logits = model.ops.to_numpy(model.logits(rows))
+        found += map(functools.partial(with_logprobs, count), targets[i : i + SCORE_ROWS], logits)
+    sequence.scored = first + len(found)
+    return found
+
+
+def _choose(
+    part: Part, logits: npt.NDArray[np.float32], sampler: RowSampler, scored: Sequence[TokenChoice] = ()
+) -> Outcome:
     """Choose the next token and, as long as it is the next draft, one more.
 
     Each choice is the one that decoding without drafts would make, with the noise of its position, so drafts change no
@@ -166,5 +292,5 @@ def _choose(part: Part, logits: npt.NDArray[np.float32], sampler: RowSampler) ->
             if chosen[-1].token != draft:
                 break
     except ValueError as error:
-        return Outcome(chosen, str(error))
-    return Outcome(chosen)
+        return Outcome(chosen, str(error), scored)
+    return Outcome(chosen, scored=scored)

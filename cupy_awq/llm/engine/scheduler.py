@@ -3,13 +3,14 @@
 
 It is pure: it sees times and tokens, but no arrays, threads or clocks. A sequence waits, runs its prompt in chunks, and
 decodes. Steps with chunks alternate with decode steps while any sequence decodes, and a chunk is small enough that the
-time between two tokens stays below a bound. Short prompts share a chunk; only one long prompt is begun at a time. If a
-decoding sequence needs a block and none is free, the sequence that was admitted last gives up its blocks and waits
-again; it later runs its tokens again, except for a cached prefix.
+time between two tokens stays below a bound; without a bound, all prompts run first. Short prompts share a chunk; only
+one long prompt is begun at a time. If a decoding sequence needs a block and none is free, the sequence that was
+admitted last gives up its blocks and waits again; it later runs its tokens again, except for a cached prefix.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
@@ -47,6 +48,7 @@ class Sequence:
         admitted: the time at which the sequence first left the queue, or None.
         tokens: the prompt and the completion so far.
         table: its blocks.
+        scored: the number of tokens of the prompt whose log-probabilities the request has got.
         cached: the number of tokens of the prompt that the cache held when the sequence first left the queue.
         turn: the number of earlier admissions of any sequence when this one was last admitted.
     """
@@ -59,6 +61,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
     cached: int = 0
+    scored: int = 0
     turn: int = 0
 
     def __post_init__(self) -> None:
@@ -112,7 +115,8 @@ class Scheduler:
         pool: the blocks.
         max_rows: the largest number of sequences that are not waiting.
         max_chunk: the largest number of prompt tokens per step.
-        inter_token_seconds: the bound for the time between two tokens of a sequence, as far as `MIN_CHUNK` permits it.
+        inter_token_seconds: the bound for the time between two tokens of a sequence, as far as `MIN_CHUNK` permits it,
+            or infinity.
         draft: the function that drafts tokens, or None.
     """
 
@@ -178,7 +182,8 @@ class Scheduler:
         """Admit sequences and return the next step, or None if there is nothing to run."""
         while self._admit_one(now):
             pass
-        if self._prefilling and not (self._was_prompt and self._decoding):
+        is_bounded = self._decoding and self._inter_token_seconds < math.inf
+        if self._prefilling and not (self._was_prompt and is_bounded):
             return Step(tuple(self._chunk(now)), True)
         parts = self._decode_parts()
         return Step(parts, False) if parts else None
@@ -237,7 +242,7 @@ class Scheduler:
         """Yield the parts of a step with prompts: the shortest first or, in every other step, the longest waiting."""
         self._is_patient = not self._is_patient
         room = self._max_chunk
-        if self._decoding:
+        if self._decoding and self._inter_token_seconds < math.inf:
             fitting = self._prompt_rate * (self._inter_token_seconds - self._decode_seconds)
             room = min(max(int(fitting) // MIN_CHUNK * MIN_CHUNK, MIN_CHUNK), room)
 
