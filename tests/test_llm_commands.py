@@ -19,7 +19,7 @@ from cupy_awq import checkpoint, llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.tensors import INDEX
 from cupy_awq.llm import Completion, LanguageModel
-from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.files import ak48
 from cupy_awq.tools import llm_commands
 from cupy_awq.tools.command_line import main
@@ -160,7 +160,7 @@ def test_ctrl_c_during_the_prefill_prints_no_rate(talk: Talk, monkeypatch: pytes
     def interrupted(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Model, "prompt_logits", interrupted)
+    monkeypatch.setattr(Core, "run", interrupted)
     assert talk(["Hi"]) == ([], "prompt  21 tokens\n")
 
 

@@ -103,6 +103,21 @@ def test_logprobs_of_both_endpoints(server: Running) -> None:
     assert server.complete(logprobs=0, max_tokens=1)[1]["choices"][0]["logprobs"]["top_logprobs"] == [{}]
 
 
+def test_a_repeated_prompt_has_its_logprobs_in_one_piece_and_in_a_stream(server: Running, model: LanguageModel) -> None:
+    score = model.score("Hello there")
+    found = server.complete("Hello there", echo=True, logprobs=1, max_tokens=2)[1]["choices"][0]
+    logprobs, size = found["logprobs"], score.tokens + 1
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert sum(logprobs["token_logprobs"][1:size]) == pytest.approx(score.log_likelihood)
+    assert "".join(logprobs["tokens"][:size]) == "Hello there"
+    assert len(logprobs["tokens"]) == size + 2
+    assert logprobs["text_offset"][:size] == list(range(size))
+    body = {"model": "tiny", "prompt": "Hello there", "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0}
+    chunks = [chunk["choices"][0] for chunk in list(server.stream(COMPLETE, body))[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) == found["text"]
+    assert [token for chunk in chunks for token in chunk["logprobs"]["tokens"]] == logprobs["tokens"]
+
+
 # Streams
 
 
@@ -227,7 +242,6 @@ def test_texts_follow_a_schema_a_regular_expression_and_a_grammar(server: Runnin
         ({"top_p": 0}, "top_p"),
         ({"n": 9}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -237,7 +251,7 @@ def test_texts_follow_a_schema_a_regular_expression_and_a_grammar(server: Runnin
         ({"regex": "("}, "grammar"),
         ({"regex": "a", "grammar": "b"}, "grammar"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"stop": ["x"] * 17}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
     ],
 )
@@ -248,7 +262,7 @@ def test_invalid_fields_are_named(server: Running, options: Any, param: str) -> 
 
 
 def test_unknown_fields_models_and_paths(server: Running) -> None:
-    assert server.chat(new_field=[1, 2], user="me", tools=[1], tool_choice="none")[0] == 200
+    assert server.chat(new_field=[1, 2], user="me", tools=[], tool_choice="none")[0] == 200
     assert server.chat(model="../tiny")[1]["error"]["code"] == "model_not_found"
     for method, path, status in (
         ("GET", "/v1/models/tiny", 200),

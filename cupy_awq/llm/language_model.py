@@ -238,7 +238,7 @@ class LanguageModel:
 
         The index of a completion is that of its request.
         """
-        stats = self.stats = Stats()
+        stats = self.stats = Stats(sum(len(request.prompt) for request in requests))
         sequences = [
             scheduler.Sequence(request, i, len(request.prompt) + request.max_tokens, 0.0)
             for i, request in enumerate(requests)
@@ -254,7 +254,7 @@ class LanguageModel:
                 seconds = time.perf_counter() - began
                 if step.is_prompt:
                     stats.prompt_seconds = seconds
-                    stats.prompt_tokens = sum(len(s.request.prompt) - s.cached for s in sequences)
+                    stats.prompt_tokens -= sum(part.sequence.cached for part in step.parts if part.is_last)
                 else:
                     stats.seconds = seconds - stats.prompt_seconds
                     stats.tokens += len(step.parts)

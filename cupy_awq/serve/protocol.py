@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from cupy_awq.llm import Sampling
 from cupy_awq.serve.errors import ApiError
 
-MAX_MESSAGES, MAX_PROMPTS, MAX_DEPTH = 2048, 64, 64
-"""The largest numbers of messages, of prompts, and of levels of nested JSON values."""
+MAX_MESSAGES, MAX_PROMPTS, MAX_TOOLS, MAX_STOPS, MAX_DEPTH = 2048, 64, 128, 16, 64
+"""The largest numbers of messages, of prompts, of tools, of stop strings, and of levels of nested JSON values."""
 
 TEMPLATE_ARGUMENTS = {"enable_thinking": bool, "reasoning_effort": str}
 """The variables of a chat template that a request may set, with their types."""
@@ -34,12 +34,61 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class FunctionCall(msgspec.Struct):
+    """The function that an earlier answer called; the arguments are a JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the call for the chat template, which takes the arguments as an object."""
+        return {"name": self.name, "arguments": _read_arguments(self.arguments)}
+
+
+class ToolCall(msgspec.Struct):
+    """A call in an earlier answer."""
+
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct):
     """A message of a conversation."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the message for the chat template, with the arguments of calls as objects."""
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.to_template()} for call in self.tool_calls
+            ]
+        return message
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """A function that the model may call; the parameters are a JSON schema."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that the model may use."""
+
+    function: Function
+    type: Literal["function"]
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -82,7 +131,10 @@ class Body(msgspec.Struct, kw_only=True):
         names["ignore_stop_tokens"] = "ignore_eos"
         given = {target: getattr(self, name) for target, name in names.items()}
         options = {name: value for name, value in given.items() if value is not None}
-        options["stop"] = [self.stop] if isinstance(self.stop, str) else tuple(self.stop or ())
+        options["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(options["stop"]) > MAX_STOPS:
+            message = f"stop: expected at most {MAX_STOPS} texts, got {len(options['stop'])}"
+            raise ApiError(400, message, param="stop")
         if self.logit_bias:
             options["logit_bias"] = dict(map(_read_bias, self.logit_bias.items()))
         return options | {"sampling": self.sampling()}
@@ -104,21 +156,20 @@ class ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
     modalities: list[str] | None = None
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
         if not 1 <= len(self.messages) <= MAX_MESSAGES:
             got = len(self.messages)
             raise ApiError(400, f"messages: expected 1 to {MAX_MESSAGES} of them, got {got}", param="messages")
-        if any(message.tool_calls or message.role in ("tool", "function") for message in self.messages):
-            raise ApiError(400, "messages: expected no calls of tools, which are not supported", param="messages")
-        return [{"role": message.role, "content": _join(message.content)} for message in self.messages]
+        return [message.to_template() for message in self.messages]
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the variables of the chat template that the request sets."""
@@ -133,7 +184,7 @@ class ChatBody(Body, kw_only=True):
     def options(self) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs=true, got false", param="top_logprobs")
-        _refuse(self, *(() if self.tool_choice == "none" else ("tools",)), "functions", "function_call", "audio")
+        _refuse(self, "functions", "function_call", "audio")
         if self.modalities not in (None, ["text"]):
             raise ApiError(400, 'modalities: expected ["text"], got others', param="modalities")
         options = super().options()
@@ -182,10 +233,9 @@ class CompletionBody(Body, kw_only=True):
         _refuse(self, "suffix")
         if self.best_of not in (None, self.n or 1):
             raise ApiError(400, f"best_of: expected n={self.n or 1}, got {self.best_of:.3g}", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo: expected no logprobs, as those of prompts are not supported", param="echo")
         tokens = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
-        return super().options() | {"max_tokens": tokens, "logprobs": self.logprobs}
+        scored = self.logprobs if self.echo else None
+        return super().options() | {"max_tokens": tokens, "logprobs": self.logprobs, "prompt_logprobs": scored}
 
 
 B = TypeVar("B", bound=Body)
@@ -198,8 +248,8 @@ def decode(data: bytes, kind: type[B]) -> B:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
         path = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else ""
         raise ApiError(400, f"body: {error!s:.200}", param=path.partition("[")[0] or None) from None
-    free = (getattr(body, name) for name in ("response_format", "tools", "chat_template_kwargs") if hasattr(body, name))
-    if any(_is_deep(value) for value in free):
+    free = (getattr(body, name, None) for name in ("response_format", "tools", "tool_choice", "chat_template_kwargs"))
+    if any(_is_deep(msgspec.to_builtins(value)) for value in free):
         raise ApiError(400, f"body: expected at most {MAX_DEPTH} nested values, got more")
     return body
 
@@ -216,8 +266,16 @@ def _items(value: Any) -> Iterator[Any]:
     return iter(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
 
 
-def _join(content: str | list[TextPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def _read_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call."""
+    try:
+        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        message = f"messages: expected arguments of tool calls that are JSON objects, got {error!s:.80}"
+        raise ApiError(400, message, param="messages") from None
+    if _is_deep(arguments):
+        raise ApiError(400, f"messages: expected at most {MAX_DEPTH} nested values, got more", param="messages")
+    return arguments
 
 
 def _read_bias(item: tuple[str, float]) -> tuple[int, float]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cupy_awq.llm import Delta, Generation, TokenChoice
+from cupy_awq.llm import Delta, Generation
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.reasoning import OPEN, ReasoningSplitter
+from cupy_awq.serve.tools import ToolParser
 
 
 @dataclass
@@ -25,7 +26,9 @@ class Reply:
         is_chat: whether the endpoint is that of chats.
         logprobs: whether the reply has the log-probabilities of tokens.
         prompts: the texts to repeat before the completions, by prompt; empty texts without ``echo``.
+        ids: the tokens of the prompts.
         n: the number of completions per prompt.
+        make_parser: a function that returns the parser of a completion that may have calls of tools, or None.
         id, created: the id, and the time in seconds since 1970.
     """
 
@@ -34,7 +37,9 @@ class Reply:
     is_chat: bool
     logprobs: bool
     prompts: Sequence[str]
+    ids: Sequence[Sequence[int]]
     n: int
+    make_parser: Callable[[], ToolParser | None] = lambda: None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -42,6 +47,7 @@ class Reply:
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12)
         self._begun: set[int] = set()
         self._splitters: dict[int, ReasoningSplitter] = {}
+        self._parsers: dict[int, ToolParser | None] = {}
         self._offsets: dict[int, int] = {}
 
     def whole(self, deltas: Sequence[tuple[int, Delta]], generations: Sequence[Generation]) -> dict[str, Any]:
@@ -54,9 +60,10 @@ class Reply:
             content: dict[str, Any] = {"index": index, "finish_reason": delta.reason}
             if self.is_chat:
                 content["message"] = {"role": "assistant", "refusal": None} | self._split(index, delta)
+                content["finish_reason"] = self._reason(index, delta)
             else:
                 content["text"] = self.prompts[index // self.n] + delta.text
-            content["logprobs"] = self._logprobs(index, delta.tokens)
+            content["logprobs"] = self._logprobs(index, delta)
             choices.append(content)
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._frame(kind, choices) | {"usage": usage(generations)}
@@ -67,13 +74,14 @@ class Reply:
         is_first = index not in self._begun
         self._begun.add(index)
         content: dict[str, Any] = {"index": index, "finish_reason": delta.reason or None}
-        content["logprobs"] = self._logprobs(index, delta.tokens)
+        content["logprobs"] = self._logprobs(index, delta)
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
             parts = self._split(index, delta)
             content["delta"] = role | {
-                name: text for name, text in parts.items() if text or (is_first and name == "content")
+                name: part for name, part in parts.items() if part or (is_first and name == "content")
             }
+            content["finish_reason"] = self._reason(index, delta)
         else:
             content["text"] = (self.prompts[prompt] if is_first else "") + delta.text
         return self._frame("chat.completion.chunk" if self.is_chat else "text_completion", [content])
@@ -86,32 +94,56 @@ class Reply:
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _split(self, index: int, delta: Delta) -> dict[str, str]:
-        """Return the text of a delta as "content", and the reasoning in it, if the model writes any."""
-        if OPEN not in (self.tokenizer.template or ""):
-            return {"content": delta.text}
-        splitter = self._splitters.setdefault(index, ReasoningSplitter())
-        reasoning, answer = splitter.split(delta.text, bool(delta.reason))
-        return {"content": answer, "reasoning_content": reasoning}
+    def _split(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Return the text of a delta as "content", and the reasoning and the calls in it, if the model writes any."""
+        parts: dict[str, Any] = {"content": delta.text}
+        if OPEN in (self.tokenizer.template or ""):
+            splitter = self._splitters.setdefault(index, ReasoningSplitter())
+            reasoning, answer = splitter.split(delta.text, bool(delta.reason))
+            parts = {"content": answer, "reasoning_content": reasoning}
+        if index not in self._parsers:
+            self._parsers[index] = self.make_parser()
+        parser = self._parsers[index]
+        if parser is None:
+            return parts
+        first = parser.count
+        parts["content"], calls = parser.parse(parts["content"], bool(delta.reason))
+        if calls:
+            parts["content"] = parts["content"] or None
+            parts["tool_calls"] = [
+                {"index": i, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
+                for i, call in enumerate(calls, first)
+            ]
+        return parts
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenChoice]) -> dict[str, Any] | None:
+    def _reason(self, index: int, delta: Delta) -> str | None:
+        parser = self._parsers[index]
+        return "tool_calls" if delta.reason == "stop" and parser and parser.count else delta.reason or None
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         if self.is_chat:
             entries = [
                 self._entry(choice.token, choice.logprob) | {"top_logprobs": [self._entry(*top) for top in choice.top]}
-                for choice in tokens
+                for choice in delta.tokens
             ]
             return {"content": entries, "refusal": None}
-        texts = [self._text(choice.token) for choice in tokens]
+        tokens: list[tuple[int, float | None, Any]] = [*delta.scored, *delta.tokens]
+        if self.prompts[index // self.n] and index not in self._offsets:
+            tokens.insert(0, (self.ids[index // self.n][0], None, None))
+        texts = [self._text(token) for token, _, _ in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [choice.logprob for choice in tokens],
-            "top_logprobs": [{self._text(token): value for token, value in reversed(c.top)} for c in tokens],
+            "token_logprobs": [logprob for _, logprob, _ in tokens],
+            "top_logprobs": [
+                None if top is None else {self._text(token): value for token, value in reversed(top)}
+                for _, _, top in tokens
+            ],
             "text_offset": offsets,
         }
 

@@ -29,6 +29,7 @@ from cupy_awq.serve.constraint import Grammars
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.http import EventStream, read_body, until_disconnect
 from cupy_awq.serve.replies import Reply
+from cupy_awq.serve.tools import ToolUse
 
 Indexed = tuple[int, Delta]
 """The index of a prompt, and a delta of one of its completions."""
@@ -173,10 +174,10 @@ class Server:
 
     async def _chat(self, request: Request) -> Any:
         body = protocol.decode(await read_body(request, self._settings.max_body_bytes), protocol.ChatBody)
-        encode = functools.partial(
-            self._model.encode, template_args=body.template_arguments(), limit=self._engine.max_tokens
-        )
-        return await self._answer(request, body, [functools.partial(encode, body.conversation())], [""])
+        tools = ToolUse(body, self._model.tokenizer.template or "")
+        arguments = body.template_arguments() | ({"tools": tools.offered} if tools.offered else {})
+        encode = functools.partial(self._model.encode, template_args=arguments, limit=self._engine.max_tokens)
+        return await self._answer(request, body, [functools.partial(encode, body.conversation())], [""], tools)
 
     async def _complete(self, request: Request) -> Any:
         body = protocol.decode(await read_body(request, self._settings.max_body_bytes), protocol.CompletionBody)
@@ -188,7 +189,12 @@ class Server:
         return await self._answer(request, body, encoders, texts)
 
     async def _answer(
-        self, request: Request, body: protocol.Body, encoders: Sequence[Callable[[], list[int]]], texts: Sequence[str]
+        self,
+        request: Request,
+        body: protocol.Body,
+        encoders: Sequence[Callable[[], list[int]]],
+        texts: Sequence[str],
+        tools: ToolUse | None = None,
     ) -> Any:
         """Run a request: encode its prompts and submit them; then return the reply or a stream of it."""
         self._check_model(body.model)
@@ -198,7 +204,7 @@ class Server:
             raise ApiError(400, f"n: expected at most {self._engine.max_rows} completions in all, got more", param="n")
         began = time.monotonic()
         run = asyncio.get_running_loop().run_in_executor
-        constraint = body.constraint()
+        constraint = (tools and tools.grammar()) or body.constraint()
         if constraint is not None:
             options["make_constraint"] = await run(self._compilers, self._grammars.compile, *constraint)
         is_chat = isinstance(body, protocol.ChatBody)
@@ -209,7 +215,10 @@ class Server:
         for one in requests:
             self._engine.check(one)
         generations: list[Generation] = []
-        reply = Reply(self._model.tokenizer, self._settings.name, is_chat, options["logprobs"] is not None, texts, n)
+        prompts = [one.prompt for one in requests]
+        parser = tools.parser if tools else lambda: None
+        has_logprobs = options["logprobs"] is not None
+        reply = Reply(self._model.tokenizer, self._settings.name, is_chat, has_logprobs, texts, prompts, n, parser)
         try:
             generations += map(self._engine.submit, requests)
             deltas = self._measure(_merge(generations), began)

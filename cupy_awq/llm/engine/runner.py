@@ -26,7 +26,7 @@ SCORE_ROWS = 64
 
 
 class Outcome(NamedTuple):
-    """What a part of a step found.
+    """The result of a part of a step.
 
     Attributes:
         tokens: the tokens that it chose, none if it does not end its sequence.

@@ -26,14 +26,15 @@ MAX_OUTPUT_CHARACTERS = 1 << 18
 RESERVED = ("messages", "add_generation_prompt")
 """The template's variables that its user cannot set."""
 
-Message = Mapping[str, str]
-"""A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user" and "assistant"."""
+Message = Mapping[str, Any]
+"""A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user", "assistant" and
+"tool". All values are texts but "tool_calls", a list of objects."""
 
 
 def check_messages(messages: object) -> None:
-    """Raise TypeError unless ``messages`` is a non-empty sequence of messages whose values are all texts.
+    """Raise TypeError unless ``messages`` is a non-empty sequence of messages with the values of `Message`.
 
-    A value that is not a text, such as a list of parts, could contain special tokens that `Tokenizer` does not see.
+    A value of another type, such as a tuple of parts, could contain special tokens that `Tokenizer` does not see.
     """
     kind, wrong = "", [messages]
     if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)) and messages:
@@ -47,7 +48,25 @@ def _is_message(message: object) -> bool:
     return (
         isinstance(message, Mapping)
         and message.keys() >= {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
+        and all(isinstance(value, str) or (name == "tool_calls" and _is_json(value)) for name, value in message.items())
+    )
+
+
+def _is_json(value: object, depth: int = 64) -> bool:
+    """Return whether a value consists of what JSON reads, and of no subclasses, in at most ``depth`` levels."""
+    if type(value) is dict:
+        return depth > 0 and all(type(name) is str and _is_json(item, depth - 1) for name, item in value.items())
+    if type(value) is list:
+        return depth > 0 and all(_is_json(item, depth - 1) for item in value)
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _count_characters(value: object) -> int:
+    """Return the number of characters of all texts in a value."""
+    if isinstance(value, Mapping):
+        return sum(len(name) + _count_characters(item) for name, item in value.items())
+    return (
+        sum(map(_count_characters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 4
     )
 
 
@@ -107,7 +126,7 @@ def render(
         )
     if importlib.util.find_spec("jinja2") is None:
         import_extra("jinja2")  # which raises the error
-    characters = sum(len(text) for message in messages for text in message.values())
+    characters = sum(map(_count_characters, [*messages, arguments]))
     if characters > MAX_CHARACTERS:
         raise ValueError(f"prompt: expected at most {MAX_CHARACTERS} characters, got {characters}")
     variables = {"tools": None, "documents": None, **special, **(arguments or {})}

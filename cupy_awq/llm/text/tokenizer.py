@@ -213,8 +213,11 @@ class Tokenizer:
             )
         plain: list[str] = []
         if not special_tokens:
-            messages = [self._mask(dict(message), plain, message["role"] == "assistant") for message in messages]
-            arguments = self._mask(arguments, plain)
+            messages = [
+                {name: self._mask(value, plain, message["role"] == "assistant") for name, value in message.items()}
+                for message in messages
+            ]
+            arguments = {name: self._mask(value, plain) for name, value in arguments.items()}
         text = chat_template.render(self.template, messages, self.special, self._template_where, arguments)
 
         def encode(part: str) -> list[int]:
@@ -235,7 +238,9 @@ class Tokenizer:
         text of the form of an index, which then remains as it is.
         """
         if isinstance(value, dict):
-            return {name: self._mask(item, plain, is_answer) for name, item in value.items()}
+            return {
+                self._mask(name, plain, is_answer): self._mask(item, plain, is_answer) for name, item in value.items()
+            }
         if isinstance(value, list):
             return [self._mask(item, plain, is_answer) for item in value]
         if not isinstance(value, str):

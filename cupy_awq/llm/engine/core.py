@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Core`: sequences and the steps that run them, in the thread of the caller.
+
+`LanguageModel` drives one per call or conversation, and `Engine` drives one in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cupy_awq.llm.decoder.block_pool import BlockPool
+from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.engine.request import Delta
+from cupy_awq.llm.engine.row_sampler import RowSampler
+from cupy_awq.llm.engine.runner import Outcome, Runner
+from cupy_awq.llm.engine.scheduler import Draft, Scheduler, Sequence, Step
+from cupy_awq.llm.families.description import Decoder
+from cupy_awq.llm.generate_arguments import Prompt
+from cupy_awq.llm.text.detokenizer import DecodeStream, Detokenizer, StopStrings
+from cupy_awq.llm.text.tokenizer import Tokenizer
+
+
+class TextModel(Protocol):
+    """A model with its tokenizer, as `cupy_awq.llm.LanguageModel` has them.
+
+    Attributes:
+        config, model, tokenizer, stop_ids: those of `cupy_awq.llm.LanguageModel`.
+    """
+
+    config: Decoder
+    model: Model
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        special_tokens: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> list[int]:
+        """Return the token ids of a prompt."""
+        ...
+
+
+@dataclass(eq=False)
+class _Row:
+    """A sequence beyond its scheduling.
+
+    Attributes:
+        stream, detokenizer: its text.
+        stop_ids: the tokens that end it.
+        followers: the sequences that begin when its prompt is in the cache.
+        count: the number of its tokens so far.
+    """
+
+    stream: DecodeStream
+    detokenizer: Detokenizer
+    stop_ids: frozenset[int]
+    followers: list[Sequence] = field(default_factory=list)
+    count: int = 0
+
+
+class Core:
+    """The sequences of a model, and the steps that run them. The model's device must be current during each call.
+
+    Args:
+        model: the model.
+        runner: the runner of the steps.
+        max_rows, inter_token_seconds, draft: as for `Scheduler`.
+        max_chunk: the largest number of prompt tokens per step; by default that of the runner.
+
+    Attributes:
+        scheduler: the scheduler.
+    """
+
+    def __init__(
+        self,
+        model: TextModel,
+        runner: Runner,
+        *,
+        max_rows: int,
+        max_chunk: int | None = None,
+        inter_token_seconds: float = math.inf,
+        draft: Draft | None = None,
+    ) -> None:
+        self._model, self._runner = model, runner
+        self.scheduler = Scheduler(
+            BlockPool(1 + runner.blocks),
+            max_rows=max_rows,
+            max_chunk=max_chunk or runner.max_chunk,
+            inter_token_seconds=inter_token_seconds,
+            draft=draft,
+        )
+        self._rows: dict[Sequence, _Row] = {}
+        self._samplers: dict[Sequence, RowSampler] = {}
+        self._begun = 0
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def begin(self, sequences: Several[Sequence], *, shares_prompt: bool = False) -> None:
+        """Add sequences with equal stop strings; if they share a prompt, all but the first wait until it is cached."""
+        pool = self.scheduler.pool
+        if not self._rows and pool.free < pool.size:  # an interrupted call has not put all blocks back
+            self.scheduler.pool = BlockPool(1 + pool.size)
+        request, tokenizer = sequences[0].request, self._model.tokenizer
+        special, stops = tokenizer.special_ids, StopStrings(request.stop)
+        stop_ids = self._model.stop_ids | {special[text] for text in request.stop if text in special}
+        vocab = self._model.config.vocab
+        for sequence in sequences:
+            if not self._runner.is_paged or request.prompt_logprobs is not None:
+                self._begun += 1
+                sequence.table.salt = f"\0{self._begun}"  # so no other sequence has its prefixes
+            stream = tokenizer.stream(sequence.request.prompt if request.continues else ())
+            ends = frozenset() if request.ignore_stop_tokens else stop_ids
+            self._rows[sequence] = _Row(stream, Detokenizer(stream, stops), ends)
+            self._samplers[sequence] = RowSampler(sequence.request, sequence.choice, vocab, stop_ids)
+        first = 1 if shares_prompt else len(sequences)
+        for sequence in sequences[:first]:
+            self.scheduler.add(sequence)
+        self._rows[sequences[0]].followers = list(sequences[first:])
+
+    def end(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """Forget those of the sequences, by default all, that have not ended, and release their blocks."""
+        for sequence in list(self._rows if sequences is None else sequences):
+            if self._rows.pop(sequence, None) is not None:
+                del self._samplers[sequence]
+                self.scheduler.remove(sequence)
+                if not self._rows:
+                    self._runner.wait()
+
+    def step(self) -> tuple[Step, list[tuple[Sequence, Delta]]]:
+        """Run the next step; return it and the result of `run`."""
+        step = self.scheduler.next_step(time.monotonic()) or Step((), False)
+        return step, self.run(step)
+
+    def run(self, step: Step) -> list[tuple[Sequence, Delta]]:
+        """Run a step of the scheduler; return what it adds to each sequence, and end those that have all their tokens.
+
+        Raises what the runner raises; the sequences are then as before the step.
+        """
+        began = time.monotonic()
+        outcomes = self._runner.run(step, self._samplers)
+        chosen = [[choice.token for choice in outcome.tokens] for outcome in outcomes]
+        self.scheduler.finish_step(step, chosen, time.monotonic() - began)
+        sequences = [part.sequence for part in step.parts]
+        deltas = list(map(self._receive, sequences, outcomes))
+        found = list(zip(sequences, deltas, strict=True))
+        self.end(sequence for sequence, delta in found if delta.reason)
+        return found
+
+    def _receive(self, sequence: Sequence, outcome: Outcome) -> Delta:
+        """Turn the new tokens of a sequence into text, up to the one that ends it."""
+        row, request = self._rows[sequence], sequence.request
+        text, reason, before = "", "", row.count
+        step = row.detokenizer.step if request.stop else row.stream.step  # the search for stop strings takes time
+        for choice in outcome.tokens:
+            row.count += 1
+            is_stop = choice.token in row.stop_ids
+            text += "" if is_stop else step(choice.token)
+            if is_stop or row.detokenizer.stopped:
+                reason = "stop"
+            elif len(request.prompt) + row.count >= sequence.limit:
+                reason = "length"
+            if reason:
+                break
+        reason = reason or ("error" if outcome.error else "")
+        if reason:
+            text += row.detokenizer.flush() + ("" if row.detokenizer.stopped else row.stream.flush())
+        if row.count:
+            for follower in reversed(row.followers):
+                follower.admitted = sequence.admitted
+                self.scheduler.add(follower, first=True)
+            row.followers = []
+        kept, error = outcome.tokens[: row.count - before], outcome.error if reason == "error" else ""
+        return Delta(sequence.choice, text, list(kept), list(outcome.scored), reason, error)
