@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import h11
 from starlette.requests import Request
@@ -23,6 +23,9 @@ HEADER_SECONDS, BODY_SECONDS = 10.0, 30.0
 SEND_SECONDS = 60.0
 """The time in seconds after which a client that reads nothing is given up."""
 
+MAX_WAITING = 1024
+"""The largest number of connections that wait for headers. Beyond it, the one that has waited longest is closed."""
+
 T = TypeVar("T")
 
 
@@ -30,6 +33,7 @@ class Protocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, with a deadline for the headers of each request."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _waiting: ClassVar[dict[Protocol, None]] = {}  # in the order in which they began to wait
 
     def connection_made(self, transport: Any) -> None:
         """Start the deadline of the first request."""
@@ -43,15 +47,23 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline for the headers of a request."""
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        is_incomplete = self.conn.their_state is h11.IDLE
-        if is_incomplete and self._deadline is None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._deadline is None:
             self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-        elif not is_incomplete and self._deadline is not None:
+            self._waiting[self] = None
+            if len(self._waiting) > MAX_WAITING:
+                oldest = next(iter(self._waiting))
+                oldest._stop_waiting()
+                oldest.transport.close()
+
+    def _stop_waiting(self) -> None:
+        self._waiting.pop(self, None)
+        if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 

@@ -12,9 +12,6 @@ from cupy_awq.llm import Engine
 from cupy_awq.serve.http import Protocol
 from cupy_awq.serve.server import Server, Settings
 
-MAX_CONNECTIONS = 1024
-"""The number of connections beyond which requests get the status 503."""
-
 
 class Listener(uvicorn.Server):
     """A server on a port. Call `run`; it ends by SIGINT or SIGTERM, or when the engine fails.
@@ -41,7 +38,6 @@ class Listener(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=int(drain_seconds) + 5,
             )
         )

@@ -159,6 +159,7 @@ class ChatBody(Body, kw_only=True):
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template: Any = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -184,7 +185,7 @@ class ChatBody(Body, kw_only=True):
     def options(self) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs=true, got false", param="top_logprobs")
-        _refuse(self, "functions", "function_call", "audio")
+        _refuse(self, "chat_template", "functions", "function_call", "audio")
         if self.modalities not in (None, ["text"]):
             raise ApiError(400, 'modalities: expected ["text"], got others', param="modalities")
         options = super().options()
