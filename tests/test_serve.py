@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,7 +270,7 @@ def test_unknown_fields_models_and_paths(server: Running) -> None:
         ("GET", "/v1/models/../../etc/passwd", 404),
         ("GET", "/v1/%2e%2e/health", 404),
         ("GET", CHAT, 405),
-        ("GET", "/", 404),
+        ("GET", "/static/chat.html", 404),
         ("HEAD", "/health", 200),
     ):
         assert server.request(method, path)[0] == status
@@ -292,6 +293,53 @@ def test_keys_are_required_and_compared_as_a_whole(model: LanguageModel) -> None
         assert cached == [0, 0, 96]  # a key cannot find out by timing what another asked
         assert running.request("GET", "/health")[0] == 200
         assert running.request("GET", "/metrics")[0] == 401
+        assert running.request("GET", "/", headers={"Host": "any.name"})[0] == 200  # it asks for a key
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_shows_texts_as_texts(server: Running) -> None:
+    status, headers, content = server.request("GET", "/", headers={"Range": "bytes=0-5,0-9"})
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in headers["content-security-policy"]
+    page = content.decode()
+    assert page.endswith("</html>\n")
+    assert not re.search(r"https?://|innerHTML|document\.write|eval\(|\bsrc=", page)
+    assert server.request("GET", "/", headers={"Host": "evil.example"})[0] == 403
+
+
+DOM = """
+const make = () => ({ value: "", textContent: "", className: "", children: [], handlers: {}, append(x) {
+  this.children.push(x); }, replaceChildren() { this.children = []; }, scrollIntoView() {}, requestSubmit() {},
+  addEventListener(name, f) { this.handlers[name] = f; } });
+const elements = {};
+globalThis.document = { getElementById: (id) => elements[id] ??= make(), createElement: make };
+const ask = fetch, base = process.argv[1];
+globalThis.fetch = (path, options) => ask(base + path, options);
+%s
+(async () => {
+  for (const text of ["Hello", "And now?"]) await send(text);
+  await new Promise((wait) => { const real = call; call = (...all) => { wait(); return real(...all); }; send("x"); });
+  elements.stop.handlers.click();
+  element("clear").handlers.click();
+  const log = elements.log.children.length;
+  console.log(JSON.stringify({ messages: globalThis.said, log }));
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_page_streams_answers_and_remembers_the_conversation(server: Running, model: LanguageModel) -> None:
+    page = server.request("GET", "/")[2].decode()
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    script = script.replace("stream: true", "stream: true, temperature: 0, max_tokens: 6")
+    script = script.replace("if (answer) messages = ", "if (answer) globalThis.said = messages = ")
+    command = ["node", "-e", DOM % script, f"http://127.0.0.1:{server.port}/"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    messages: list[dict[str, str]] = []
+    for text in ("Hello", "And now?"):
+        messages.append({"role": "user", "content": text})
+        (answer,) = model.generate([messages], max_tokens=6)
+        messages.append({"role": "assistant", "content": answer.text})
+    assert found == {"messages": messages, "log": 0}
 
 
 def test_metrics_count_tokens_and_have_no_labels_of_users(server: Running) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,6 +40,16 @@ Deltas = AsyncGenerator[Indexed, None]
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine. A server without keys answers to them alone, so no web page reaches it by a name of its
 own that it lets point here."""
+
+
+PAGE = Path(__file__).parent.parent / "data" / "chat.html"
+"""The page to chat in a browser."""
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""The page may talk to its own server alone, and no other page may show it."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Server:
             "cupy_awq_http_requests", "Replies by status", ["status"], registry=self._registry
         )
         routes = [
+            Route("/", self._guard(self._page), methods=["GET"]),
             Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
             Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
             Route("/v1/models", self._guard(self._list_models), methods=["GET"]),
@@ -129,17 +141,21 @@ class Server:
     def _check_access(self, request: Request) -> None:
         """Raise ApiError unless the request has a valid key or, without keys, a known host."""
         keys, hosts = self._settings.keys, self._settings.hosts
-        if keys:
+        if keys and request.url.path != "/":
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             if not sum(hmac.compare_digest(given, key.encode()) for key in keys):  # all, to take equal time
                 raise ApiError(
                     401, "authorization: expected Bearer and a valid key, got another", code="invalid_api_key"
                 )
-        elif "*" not in hosts:
+        elif not keys and "*" not in hosts:
             host = request.headers.get("host", "")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if name not in hosts:
                 raise ApiError(403, f"host: expected one of {', '.join(hosts)}, got {name!r:.80}")
+
+    async def _page(self, request: Request) -> Response:
+        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response(PAGE.read_bytes(), headers=headers, media_type="text/html; charset=utf-8")
 
     async def _health(self, request: Request) -> Response:
         is_healthy = self._engine.is_healthy()
