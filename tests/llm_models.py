@@ -51,13 +51,23 @@ EXPERT_FAMILIES = {
         "mlp_only_layers": [0],
     },
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        **QWEN3, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2,
+        "tie_word_embeddings": False, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    },
 }  # fmt: skip
-"""Configurations of mixtures of experts; one has a dense layer first."""
+"""Configurations of mixtures of experts; two have a dense layer first."""
 
 
 def decoder(*, divisors: tuple[float, ...] = (), **changes: Any) -> Decoder:
     """Return the description of `LLAMA` with some entries of its config.json changed."""
     return families.describe(Table({**LLAMA, **changes}, divisors))
+
+
+def dense_layers(config: dict[str, Any]) -> Any:
+    """Return the indices of the layers without experts of a mixture of experts."""
+    return config.get("mlp_only_layers", range(config.get("first_k_dense_replace", 0)))
 
 
 def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -73,18 +83,19 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     projections = "gate_proj", "up_proj", "down_proj"
     dense = mlp("mlp", i, projections)
     experts: dict[str, tuple[int, int]] = {}
-    for e in range(config.get("num_experts", 0)):
+    for e in range(config.get("num_experts", config.get("n_routed_experts", 0))):
         experts |= mlp(f"mlp.experts.{e}", config["moe_intermediate_size"], projections)
     for e in range(config.get("num_local_experts", 0)):
         experts |= mlp(f"block_sparse_moe.experts.{e}", i, ("w1", "w3", "w2"))
     if "shared_expert_intermediate_size" in config:
         experts |= mlp("mlp.shared_expert", config["shared_expert_intermediate_size"], projections)
+    if "n_shared_experts" in config:
+        width = config["n_shared_experts"] * config["moe_intermediate_size"]
+        experts |= mlp("mlp.shared_experts", width, projections)
     return {
         f"model.layers.{n}.{name}": size
         for n in range(config["num_hidden_layers"])
-        for name, size in (
-            sizes | (experts if experts and n not in config.get("mlp_only_layers", []) else dense)
-        ).items()
+        for name, size in (sizes | (experts if experts and n not in dense_layers(config) else dense)).items()
     }
 
 
@@ -110,18 +121,23 @@ def tensors(
         else:
             weight = testing.random_weight(rng, k, n, group)
             found |= {f"{name}.{part}": getattr(weight, part) for part in ("qweight", "scales", "qzeros")}
-        if config["model_type"].startswith("qwen2") and name.endswith(("q_proj", "k_proj", "v_proj")):
+        has_bias = config["model_type"].startswith("qwen2") or config.get("attention_bias")
+        if has_bias and name.endswith(("q_proj", "k_proj", "v_proj")):
             found[f"{name}.bias"] = normal(n)
     for i in range(config["num_hidden_layers"]):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"model.layers.{i}.{norm}.weight"] = normal(d, scale=0.2, around=1)
-        if n_experts := config.get("num_experts", config.get("num_local_experts")):
-            block = "mlp" if "num_experts" in config else "block_sparse_moe"
-            if i not in config.get("mlp_only_layers", []):
+        counts = (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config)
+        if n_experts := next(counts, 0):
+            block = "block_sparse_moe" if "num_local_experts" in config else "mlp"
+            if i not in dense_layers(config):
                 found[f"model.layers.{i}.{block}.gate.weight"] = normal(n_experts, d, scale=d**-0.5)
+                if "n_routed_experts" in config:
+                    correction = normal(n_experts, scale=0.2).astype(np.float32)
+                    found[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = correction
                 if "shared_expert_intermediate_size" in config:
                     found[f"model.layers.{i}.mlp.shared_expert_gate.weight"] = normal(1, d, scale=d**-0.5)
-        if config["model_type"].startswith("qwen3"):
+        if config["model_type"].startswith("qwen3") or config.get("use_qk_norm"):
             for norm in ("q_norm", "k_norm"):
                 found[f"model.layers.{i}.self_attn.{norm}.weight"] = normal(h, scale=0.2, around=1)
     return found
@@ -241,11 +257,11 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.norm.eps) * w
 
     def rotate(x: np.ndarray, position: int) -> np.ndarray:
-        """Rotate the complex numbers x[i] + j x[i + half] by the angles of a position."""
+        """Rotate the complex numbers x[i] + j x[i + half] by the angles of a position; keep what follows them."""
         frequencies, factor = attention.rope.frequencies()
-        half = attention.head_dim // 2
-        turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies) * factor
-        return np.concatenate([turned.real, turned.imag])
+        half = attention.rope.dim // 2
+        turned = (x[:half] + 1j * x[half : 2 * half]) * np.exp(1j * position * frequencies) * factor
+        return np.concatenate([turned.real, turned.imag, x[2 * half :]])
 
     def mlp(x: np.ndarray, at: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> np.ndarray:
         gate, up = linear(x, f"{at}.{names[0]}"), linear(x, f"{at}.{names[1]}")
@@ -260,15 +276,22 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
         y = np.zeros_like(x)
         for s, row in enumerate(x):
             logits = row @ weight(files, f"{at}.gate")
-            p = np.exp(logits - logits.max())
-            p /= p.sum()
-            chosen = np.argsort(-p, kind="stable")[: block.router.top_k]
+            if c.model_type == "glm4_moe":
+                p = 1 / (1 + np.exp(-logits))
+                rank = (p + vector(f"{at}.gate.e_score_correction_bias")).reshape(block.router.groups[0], -1)
+                dropped = np.argsort(-np.sort(rank)[:, -2:].sum(axis=1))[block.router.groups[1] :]
+                rank[dropped] = -np.inf
+            else:
+                rank = p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+            chosen = np.argsort(-rank.ravel(), kind="stable")[: block.router.top_k]
             total = p[chosen].sum() if block.router.renormalize else 1.0
             for e in chosen:
-                y[s] += p[e] / total * mlp(row[None], f"{at}.experts.{e}", names)[0]
+                y[s] += block.router.scale * p[e] / total * mlp(row[None], f"{at}.experts.{e}", names)[0]
         if f"{at}.shared_expert_gate.weight" in files.tensors:
             gate = x @ weight(files, f"{at}.shared_expert_gate")
             y += mlp(x, f"{at}.shared_expert") / (1 + np.exp(-gate))
+        if block.shared is not None and block.shared_gate is None:
+            y += mlp(x, f"{at}.shared_experts")
         return y
 
     h = vector("model.embed_tokens.weight")[ids]

@@ -102,7 +102,7 @@ def test_names_of_tensors_stand_in_families_and_in_the_names_of_gguf_alone() -> 
     # The names of the demo's folder, of MLX's experts, and an example in the help of a command.
     exceptions = {PACKAGE / name for name in ("tools/demo.py", "checkpoint/experts.py", "tools/quantize_command.py")}
     assert places - exceptions == allowed & places
-    experts = {"qwen2_moe.py", "qwen3_moe.py"}
+    experts = {"glm4_moe.py", "qwen2_moe.py", "qwen3_moe.py"}
     assert {file.name for file in allowed & places} == {"names.py", "llama.py", *experts}
 
 
@@ -170,7 +170,7 @@ def test_text_config_overrides_the_values_beside_it(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(table))
     with pytest.raises(
         CheckpointError,
-        match="model_type: expected one of llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, got 'some_text'",
+        match="model_type: expected one of glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, got 'some_text'",
     ):
         llm.read(path)
 

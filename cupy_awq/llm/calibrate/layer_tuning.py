@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.llm.decoder.numpy_backend import rotate
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.families.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
 from cupy_awq.llm.families.rope import Rope
@@ -263,13 +264,7 @@ class _Layer:
 
     def _rotate(self, rope: Rope, x: Array) -> tuple[Array, Backward]:
         cos, sin = (table[: x.shape[1]] for table in self._cache.rotations[rope])
-        return _rotate(x, cos, sin), lambda dy: _rotate(dy, cos, -sin)
-
-
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply RoPE to x [.., S, head_dim], rotating the pairs (i, i + head_dim / 2) of the last axis."""
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return rotate(x, cos, sin), lambda dy: rotate(dy, cos, -sin)
 
 
 def _split(x: Array, head_dim: int) -> Array:

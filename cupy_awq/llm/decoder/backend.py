@@ -65,6 +65,8 @@ class DecoderOps(Protocol):
     """The device ordinal, or `check.HOST`."""
     int8_min_k: int
     """The smallest K for which the back end multiplies by 8-bit codes; it dequantizes other layers."""
+    rotates_parts: bool
+    """Whether RoPE can rotate the first elements of a head alone; if not, `build_model` reorders the heads."""
     prefill_chunk: int
     """The largest number of prompt tokens per forward pass."""
     has_pages: bool = False

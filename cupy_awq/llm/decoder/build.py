@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from cupy_awq.check import BFLOAT16, FLOAT16, HOST, Array
 from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.llm.decoder import upload
 from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.forward import ColumnOrder, LayerWeights, Norm, Operation, Projection, list_operations
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.families.description import Experts, LayerSpec, LinearSpec, Mlp, NormSpec
+from cupy_awq.llm.families.description import Attention, Experts, LayerSpec, LinearSpec, Mlp, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, Linear, ModelFiles, Progress
 
 
@@ -80,11 +81,13 @@ class _FileWeights(LayerWeights):
 
     def __init__(self, files: ModelFiles, ops: DecoderOps, layer: LayerSpec) -> None:
         self._files, self._ops, self._layer = files, ops, layer
+        self._heads = {} if ops.rotates_parts else _list_reordered(layer.mixer)
         self._without_order: dict[LinearSpec, Linear] = {}
         self.nbytes = 0
 
     def norm(self, spec: NormSpec) -> Norm:
-        return Norm(self._ops.prepare_tensor(self._files.read_norm(spec, self._layer.name)), spec.eps)
+        weight = self._files.read_norm(spec, self._layer.name)
+        return Norm(self._ops.prepare_tensor(weight[self._heads.get(spec.name, slice(None))]), spec.eps)
 
     def project(self, *linears: LinearSpec, **options: Any) -> Projection:
         without_order = self._without_order
@@ -119,7 +122,21 @@ class _FileWeights(LayerWeights):
         return None if order is None else self._ops.prepare_order(order)
 
     def _read(self, linear: LinearSpec) -> Linear:
-        return _read(self._files, self._ops, linear, self._layer.name)
+        part = _read(self._files, self._ops, linear, self._layer.name)
+        return upload.take_columns(part, self._heads.get(linear.name))
+
+
+def _list_reordered(spec: Attention) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the order of the columns of q, k and their RMSNorms, by name, if RoPE rotates a part of each head.
+
+    In this order RoPE rotates the pairs (i, i + head_dim / 2), some of them by an angle of 0.
+    """
+    if spec.rope.dim == spec.head_dim:
+        return {}
+    order = spec.rope.order_heads(spec.head_dim)
+    widths = [(spec.q.name, spec.heads), (spec.k.name, spec.kv_heads)]
+    widths += [(norm.name, 1) for norm in (spec.q_norm, spec.k_norm) if norm is not None]
+    return {name: (np.arange(n)[:, None] * spec.head_dim + order).reshape(-1) for name, n in widths}
 
 
 def _read(files: ModelFiles, ops: DecoderOps, linear: LinearSpec, layer: str = "") -> Linear:

@@ -126,6 +126,7 @@ class CudaOps(DecoderOps):
 
     options = OPTIONS
     int8_min_k = 2048  # on an H100, 8 bits are faster than float16 for K = 4096, but not for K = 576 and 1536
+    rotates_parts = False
     prefill_chunk = 2048
 
     def __init__(
@@ -226,7 +227,8 @@ class CudaOps(DecoderOps):
             raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
         free_bytes, _ = cupy.cuda.runtime.memGetInfo()
         free_bytes += cupy.get_default_memory_pool().free_bytes() - RESERVED_BYTES
-        return states.allocate(self.config.layers, sequences, capacity, self.dtype, cupy, max(free_bytes, 0))
+        layers, dtype = self.config.layers, self.dtype
+        return states.allocate(layers, sequences, capacity, dtype, cupy, max(free_bytes, 0), whole_heads=True)
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         return CudaDecodeLoop(self, step_logits, cache, sampling)

@@ -47,6 +47,7 @@ class NumpyOps(DecoderOps):
     options = OPTIONS
     device_index = HOST
     int8_min_k = sys.maxsize
+    rotates_parts = True
     prefill_chunk = 512
     has_pages = True
 
@@ -177,7 +178,7 @@ class NumpyOps(DecoderOps):
             k = _rms_norm(k, attend.k_norm)
         positions = cache.positions(self.xp.arange(s))
         cos, sin = (table[positions][:, :, None] for table in cache.rotations[spec.rope])
-        q, k, v = (a.reshape(b * s, *a.shape[2:]) for a in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        q, k, v = (a.reshape(b * s, *a.shape[2:]) for a in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         out: Array = self.xp.empty((b * s, spec.heads * spec.head_dim), np.float32)
         for run in cache.runs(s):
             state.append(run, k[run.rows], v[run.rows])
@@ -294,10 +295,11 @@ def _rms_norm(x: Array, norm: Norm) -> Array:
     return normed
 
 
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply RoPE to x [..., head_dim], rotating the pairs (i, i + head_dim / 2) of the last axis."""
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Apply RoPE to x [..., head_dim], rotating the pairs (i, i + r) of the first 2 r elements; cos, sin [..., r]."""
+    half = cos.shape[-1]
+    first, second, rest = np.split(x, [half, 2 * half], axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def _swiglu(y: Array) -> Array:

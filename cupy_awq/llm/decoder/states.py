@@ -264,7 +264,16 @@ def count_bytes(layers: Sequence[LayerSpec], sequences: int, tokens: int, itemsi
     return sum(KvState.count_bytes(layer.mixer, sequences, tokens, itemsize) for layer in layers)
 
 
-def allocate(layers: Sequence[LayerSpec], sequences: int, capacity: int, dtype: Any, xp: Any, free_bytes: int) -> Cache:
+def allocate(
+    layers: Sequence[LayerSpec],
+    sequences: int,
+    capacity: int,
+    dtype: Any,
+    xp: Any,
+    free_bytes: int,
+    *,
+    whole_heads: bool = False,
+) -> Cache:
     """Allocate an empty cache.
 
     Args:
@@ -273,13 +282,14 @@ def allocate(layers: Sequence[LayerSpec], sequences: int, capacity: int, dtype: 
         dtype: the dtype of keys and values.
         xp: the array module, NumPy or CuPy.
         free_bytes: the largest size of the states in bytes.
+        whole_heads: whether the rotations are those of whole heads, as in `make_rotations`.
 
     Raises:
         ValueError: the states need more than ``free_bytes``. In this case nothing is allocated.
     """
     needed_bytes = count_bytes(layers, sequences, capacity, np.dtype(dtype).itemsize)
     check_size(needed_bytes, free_bytes, f"{sequences} x {capacity}")
-    rotations = make_rotations(layers, capacity, xp)
+    rotations = make_rotations(layers, capacity, xp, whole_heads)
     states = tuple(KvState.allocate(layer.mixer, sequences, capacity, dtype, xp) for layer in layers)
     return Cache(states, xp.zeros(sequences, np.int32), rotations, [[] for _ in range(sequences)], capacity)
 
@@ -293,10 +303,19 @@ def check_size(needed_bytes: int, free_bytes: int, tokens: str) -> None:
         )
 
 
-def make_rotations(layers: Sequence[LayerSpec], positions: int, xp: Any) -> dict[Rope, tuple[Array, Array]]:
-    """Return the cosines and sines of each RoPE of the layers, float32 [positions, dim / 2] each."""
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
-    return {rope: tuple(map(xp.asarray, rope.table(positions))) for rope in ropes}
+def make_rotations(
+    layers: Sequence[LayerSpec], positions: int, xp: Any, whole_heads: bool = False
+) -> dict[Rope, tuple[Array, Array]]:
+    """Return the cosines and sines of each RoPE of the layers, float32 [positions, dim / 2] each.
+
+    With ``whole_heads`` they are [positions, head_dim / 2]: angles of 0 follow for the elements that are not rotated.
+    """
+    found = {}
+    for rope, head_dim in dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in layers):
+        others = (0, 0), (0, (head_dim - rope.dim) // 2 if whole_heads else 0)
+        cos, sin = (np.pad(a, others, constant_values=i) for a, i in zip(rope.table(positions), (1, 0), strict=True))
+        found[rope] = xp.asarray(cos), xp.asarray(sin)
+    return found
 
 
 def allocate_pages(layers: Sequence[LayerSpec], blocks: int, positions: int, dtype: Any, xp: Any) -> Pages:

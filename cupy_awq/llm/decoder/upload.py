@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear
-from cupy_awq.packing import pack_int4, unpack_int4
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
 
@@ -21,30 +22,36 @@ def awq_linear(part: Module, batch_invariant: bool) -> AwqLinear:
     return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=batch_invariant, order=order)
 
 
-def take_columns(part: DenseLinear | Int8Linear, order: npt.NDArray[np.int32] | None) -> DenseLinear | Int8Linear:
-    """Return a dense or 8-bit layer whose columns of y are permuted by ``order``; None keeps their order."""
+def take_columns(part: Linear, order: Array | None) -> Linear:
+    """Return a layer whose columns of y are permuted by ``order``, an array on its device; None keeps their order."""
     if order is None:
         return part
+    if isinstance(part, Module):
+        return _take_module_columns(part, order)
     dense = part.dequantize() if isinstance(part, Int8Linear) else part  # no format has both 8-bit codes and an order
     return DenseLinear(dense.weight[order], None if dense.bias is None else dense.bias[order])
+
+
+def _take_module_columns(part: Module, order: Array) -> Module:
+    def take(a: Array, is_packed: bool) -> Array:
+        return pack_int4(unpack_int4(a)[:, order]) if is_packed else namespace(a).ascontiguousarray(a[:, order])
+
+    weight, bias = part.weight, None if part.bias is None else part.bias[order]
+    zeros = None if weight.qzeros is None else take(weight.qzeros, weight.spec.zeros == "packed")
+    return Module(PackedWeight(take(weight.qweight, True), take(weight.scales, False), zeros), bias, part.order)
 
 
 def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
     """Return a quantized layer with its arrays on the GPU and its columns permuted by ``column_order``."""
     import cupy
 
-    columns = None if column_order is None else cupy.asarray(column_order)
-
-    def place(a: npt.NDArray[Any] | None, *, is_packed: bool = False) -> Any:
-        b = None if a is None else cupy.asarray(a)
-        if b is None or columns is None:
-            return b
-        return pack_int4(unpack_int4(b)[:, columns]) if is_packed else cupy.ascontiguousarray(b[..., columns])
+    def place(a: Array | None) -> Array | None:
+        return None if a is None else cupy.asarray(a)
 
     weight = part.weight
-    zeros = place(weight.qzeros, is_packed=weight.spec.zeros == "packed")
-    placed = PackedWeight(place(weight.qweight, is_packed=True), place(weight.scales), zeros)
-    return Module(placed, place(part.bias), None if part.order is None else cupy.asarray(part.order))
+    placed = PackedWeight(*map(place, (weight.qweight, weight.scales, weight.qzeros)))
+    module = Module(placed, place(part.bias), place(part.order))
+    return module if column_order is None else _take_module_columns(module, place(column_order))
 
 
 def form(part: Module) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ class Attention:
     Attributes:
         heads, kv_heads: the number of query heads, and of key-value heads.
         head_dim: the width of a head, in elements.
-        rope: the rotary position embedding of queries and keys.
+        rope: the rotary position embedding of queries and keys, of all elements of a head or of the first ones.
         q, k, v, o: the projections to queries, keys and values, and the output projection.
         q_norm, k_norm: the RMSNorms of each head before RoPE, or None without them.
 
@@ -89,6 +89,8 @@ class Attention:
             raise ValueError(f"heads: expected a multiple of kv_heads={self.kv_heads}, got {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        if self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim:
+            raise ValueError(f"rope: expected an even number of elements up to {self.head_dim}, got {self.rope.dim}")
 
     @property
     def q_width(self) -> int:

@@ -50,6 +50,7 @@ def describe_like(
     head_norms: bool = False,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    rotated: float = 1.0,
     feed_forward: Callable[[int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Return the description of a model that differs from Llama only in the arguments.
@@ -61,12 +62,13 @@ def describe_like(
         head_norms: whether an RMSNorm is applied to each head of q and k before RoPE.
         kv_heads, head_dim: the values for a configuration without them, if not the number of heads and the hidden size
             divided by it.
+        rotated: the part of each head that RoPE rotates.
         feed_forward: the feed-forward block by index of the layer, or None for the same MLP in each layer.
 
     Raises:
         ValueError: a value is missing, invalid or not supported.
     """
-    table.require(hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
+    table.require(hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=rotated)
     kinds = table.values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise ValueError(f"layer_types: expected 'full_attention' for every layer, got {kinds!r:.80}")
@@ -80,7 +82,7 @@ def describe_like(
     vocab, context = table.integer("vocab_size"), table.integer("max_position_embeddings")
     check_sizes(layers=count, heads=heads, head_dim=head_dim, hidden=hidden)
     check_sizes(kv_heads=kv_heads, vocab=vocab, context=context)
-    eps, rope = table.values.get("rms_norm_eps", 1e-6), table.rope(head_dim, context)
+    eps, rope = table.values.get("rms_norm_eps", 1e-6), table.rope(head_dim, context, rotated)
     wide, narrow = heads * head_dim, kv_heads * head_dim
     attention = Attention(
         heads,

@@ -31,7 +31,7 @@ class Rope:
     """The rotary position embedding of a head.
 
     Attributes:
-        dim: the number of elements of a head that are rotated, in pairs (i, i + dim / 2).
+        dim: the number of elements of a head that are rotated, the first ones, in pairs (i, i + dim / 2).
         theta: the base of the frequencies.
         context: the context length in tokens, the default of ``original_max_position_embeddings``.
         scaling: the parameters of RoPE scaling, as in a Hugging Face configuration: ``rope_type``, which is "default",
@@ -61,6 +61,16 @@ class Rope:
         frequencies, factor = self.frequencies()
         angles = np.arange(positions)[:, None] * frequencies
         return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+
+    def order_heads(self, head_dim: int) -> npt.NDArray[np.int64]:
+        """Return the order of a head's elements in which the pairs become (i, i + head_dim / 2).
+
+        >>> Rope(4, 100.0, 64).order_heads(8)
+        array([0, 1, 4, 5, 2, 3, 6, 7])
+        """
+        pairs = np.arange(self.dim).reshape(2, -1)
+        others = np.arange(self.dim, head_dim).reshape(2, -1)
+        return np.concatenate([pairs, others], axis=1).reshape(-1)
 
     def frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
         """Return the frequencies in radians per position, float64 [dim / 2], and a factor for cosines and sines.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_awq.llm.families.description import LinearSpec
-from cupy_awq.llm.families.rope import Rope
+from cupy_awq.llm.families.rope import Rope, is_positive
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,18 @@ class Table:
             raise ValueError(f"{name}: expected a positive integer, got {value!r:.80}")
         return value
 
-    def flag(self, name: str) -> bool:
-        """Return a boolean, False if it is missing. Raises ValueError for other values."""
-        value = self.values.get(name, False)
+    def number(self, name: str, default: float) -> float:
+        """Return a positive number; ``default`` replaces a missing value and null. Raises ValueError for others."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not is_positive(value):
+            raise ValueError(f"{name}: expected a positive number, got {value!r:.80}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean; ``default`` replaces a missing value. Raises ValueError for other values."""
+        value = self.values.get(name, default)
         if type(value) is not bool:
             raise ValueError(f"{name}: expected true or false, got {value!r:.80}")
         return value
@@ -54,20 +63,39 @@ class Table:
             if self.values.get(name, expected) != expected:
                 raise ValueError(f"{name}: expected {expected!r}, got {self.values[name]!r:.80}")
 
-    def rope(self, dim: int, context: int) -> Rope:
-        """Return the RoPE of heads of width ``dim``, whose parameters are ``rope_scaling`` or ``rope_parameters``.
+    def rotated_part(self, default: float) -> float:
+        """Return the part of a head that RoPE rotates, ``partial_rotary_factor``; ``default`` replaces a missing one.
 
-        Raises ValueError for parameters that are invalid or not supported.
+        Raises ValueError unless it is positive and at most 1.
         """
+        inner = self._rope_parameters()
+        part = Table(inner if "partial_rotary_factor" in inner else self.values).number(
+            "partial_rotary_factor", default
+        )
+        if part > 1:
+            raise ValueError(f"partial_rotary_factor: expected at most 1, got {part}")
+        return part
+
+    def _rope_parameters(self) -> dict[str, Any]:
         scaling = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if not isinstance(scaling, dict):
             raise ValueError(f"rope_scaling: expected an object, got {scaling!r:.80}")
+        return scaling
+
+    def rope(self, head_dim: int, context: int, rotated: float = 1.0) -> Rope:
+        """Return the RoPE of heads, whose parameters are ``rope_scaling`` or ``rope_parameters``.
+
+        ``rotated`` is the part of a head that is rotated. Raises ValueError for parameters that are invalid or not
+        supported.
+        """
+        scaling = self._rope_parameters()
         original = self.values.get("original_max_position_embeddings")
         if original is not None and scaling.get("rope_type", scaling.get("type")) in ("llama3", "yarn"):
             scaling = {**scaling, "original_max_position_embeddings": original}
         theta = scaling.get("rope_theta")
         theta = self.values.get("rope_theta", 10000.0) if theta is None else theta
-        scaling = {name: value for name, value in scaling.items() if name != "rope_theta"}
+        read = {"rope_theta": scaling.get("rope_theta"), "partial_rotary_factor": rotated}
+        scaling = {name: value for name, value in scaling.items() if name not in read or value != read[name]}
         if scaling in ({"type": "default"}, {"rope_type": "default"}):
             scaling = {}
-        return Rope(dim, theta, context, scaling, self.divisors)
+        return Rope(int(head_dim * rotated), theta, context, scaling, self.divisors)
