@@ -13,8 +13,10 @@ from gguf import MODEL_ARCH, get_tensor_name_map
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.gguf import names
+from cupy_awq.llm import families
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.files.convert import convert
 from tests import llm_models
 
 
@@ -61,18 +63,40 @@ def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> Non
         load(path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_names_of_experts_are_those_of_the_gguf_package(family: str) -> None:
     """GGUF has one tensor for all experts."""
-    config = {**llm_models.EXPERT_FAMILIES[family], "mlp_only_layers": []}
-    arch = {"qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE}[family]
+    config = {**llm_models.EXPERT_FAMILIES[family], **({"mlp_only_layers": []} if family == "qwen2_moe" else {})}
+    arch = {"qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "glm4_moe": MODEL_ARCH.GLM4_MOE}[family]
     known = get_tensor_name_map(arch, config["num_hidden_layers"])
+    ours = names.find({"general.architecture": families.find(family).GGUF_ARCHITECTURE})
     found = {name.rpartition(".")[0] for name in llm_models.tensors(config)}
     for name in found:
-        gguf_name, expert = names.DEFAULT.to_gguf(f"{name}.weight")
+        gguf_name, expert = ours.to_gguf(f"{name}.weight")
         of_all = re.sub(r"\.experts\.\d+", ".experts", name)
         assert gguf_name == f"{known.get_name(of_all)}.weight"
         assert (expert is None) == (of_all == name)
+    if family == "glm4_moe":
+        assert ours.to_gguf("model.layers.1.mlp.gate.e_score_correction_bias") == ("blk.1.exp_probs_b.bias", None)
+
+
+def all_logits(path: Path) -> np.ndarray:
+    """Return the logits of a short prompt."""
+    files = llm.read(path)
+    model = build_model(files, NumpyOps(files.config))
+    (hidden,) = model.prefill(model.ops.make_cache(1, 5), 0, [5, 80, 200, 3, 17])
+    return model.logits(hidden)
+
+
+@pytest.mark.parametrize("family", llm_models.EXPERT_FAMILIES)
+def test_a_gguf_file_of_experts_gives_the_logits_of_its_source(tmp_path: Path, family: str) -> None:
+    """All experts of a projection are one tensor, and Mixtral is of the architecture "llama"."""
+    changes = {"shared_expert_intermediate_size": 64, "mlp_only_layers": []} if family == "qwen2_moe" else {}
+    config = {**llm_models.EXPERT_FAMILIES[family], **changes}
+    path = llm_models.folder(tmp_path / "m", config, group=32)
+    convert(str(path), tmp_path / "m.gguf", "gguf", rounds=True)
+    wanted = all_logits(path)
+    assert np.abs(all_logits(tmp_path / "m.gguf") - wanted).max() <= 0.01 * np.abs(wanted).max()
 
 
 def test_a_gate_may_be_a_vector(tmp_path: Path) -> None:

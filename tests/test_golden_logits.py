@@ -16,7 +16,7 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.packing import pack_int4
 from tests import llm_models
-from tests.tools.write_golden_logits import FILE, IDS, golden_codes, golden_scale, golden_tensors, write_folder
+from tests.golden_models import FILE, IDS, golden_codes, golden_scale, golden_tensors, write_folder
 
 
 def write_quantized(path: Path, config: dict[str, Any]) -> Path:

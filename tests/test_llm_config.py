@@ -73,7 +73,7 @@ def test_yarn_gives_the_frequencies_of_transformers(extra: dict[str, Any], frequ
         ({"rms_norm_eps": 10**400}, "eps: expected a positive number, got 1000"),
         ({"rope_theta": 10**400}, "rope_theta: expected a positive number, got 1000"),
         ({"rope_theta": None}, "rope_theta: expected a positive number, got None"),
-        ({"model_type": ["llama"]}, "model_type: expected one of llama, mixtral, qwen2, "),
+        ({"model_type": ["llama"]}, "model_type: expected one of glm4_moe, llama, mixtral, "),
         ({"num_attention_heads": 10**400}, "num_attention_heads|heads: expected"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
         ({"attention_bias": "no"}, "attention_bias: expected true or false, got 'no'"),

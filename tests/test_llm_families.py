@@ -21,6 +21,7 @@ from cupy_awq.checkpoint.gguf import container, names
 from cupy_awq.llm import Decoder, families
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
+from cupy_awq.llm.families.description import Experts
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files import gguf, gguf_metadata, hugging_face
 from cupy_awq.llm.files.convert import convert
@@ -57,12 +58,12 @@ def test_the_settings_of_a_description_describe_it_again(family: str, changes: d
     assert families.describe(Table({**settings, "rms_norm_eps": 0.5})) != decoder
 
 
-@pytest.mark.parametrize("family", llm_models.FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("scaling", [None, YARN, LINEAR])
 def test_the_gguf_fields_of_a_description_describe_it_again(
     family: str, scaling: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    table = {**llm_models.FAMILIES[family], "rms_norm_eps": 0.125, "rope_scaling": scaling}
+    table = {**ALL_FAMILIES[family], "rms_norm_eps": 0.125, "rope_scaling": scaling, "mlp_only_layers": []}
     decoder = families.describe(Table(table, biases_as_stored=True))
     fields, divisors = gguf_metadata.describe_model(decoder)
     assert divisors is None
@@ -70,21 +71,27 @@ def test_the_gguf_fields_of_a_description_describe_it_again(
     _, blocks = container.read(tmp_path / "m.gguf")
     if not decoder.tied:
         blocks = {**blocks, "output.weight": blocks["token_embd.weight"]}
+    blocks = {**blocks, "blk.0.attn_q_norm.weight": blocks["output_norm.weight"]}
     assert gguf._describe(fields, blocks) == decoder
 
 
-@pytest.mark.parametrize("family", llm_models.FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_tensor_of_a_description_has_a_gguf_name(family: str) -> None:
-    decoder = llm_models.decoder(**llm_models.FAMILIES[family])
-    known = names.find({"general.architecture": family})
-    found = [known.to_gguf(name)[0] for name in tensor_names(decoder)]
+    decoder = families.describe(Table(ALL_FAMILIES[family]))
+    arch = families.find(family).GGUF_ARCHITECTURE
+    known = names.find({"general.architecture": arch, **({"llama.expert_count": 4} if family == "mixtral" else {})})
+    found = [known.to_gguf(name) for name in tensor_names(decoder)]
     assert len(set(found)) == len(found)
+    found = [name for name, _ in found]
     assert not [name for name in found if name.startswith("model.") or name == "lm_head.weight"]
 
 
 def tensor_names(decoder: Decoder) -> list[str]:
     """Return the names of all weights of a description."""
     parts = [f"{layer.name}.{part.name}" for layer in decoder.layers for part in (*layer.linears, *layer.norms)]
+    for layer in decoder.layers:
+        if isinstance(block := layer.feed_forward, Experts):
+            parts += [f"{layer.name}.{part.name}" for part in (block.router.linear, block.shared_gate) if part]
     return [f"{name}.weight" for name in (*parts, decoder.norm.name, decoder.embedding, decoder.head.name)]
 
 
@@ -170,7 +177,7 @@ def test_text_config_overrides_the_values_beside_it(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(table))
     with pytest.raises(
         CheckpointError,
-        match="model_type: expected one of glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, got 'some_text'",
+        match=f"model_type: expected one of {', '.join(families.FAMILIES)}, got 'some_text'",
     ):
         llm.read(path)
 

@@ -197,7 +197,7 @@ def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type: expected one of llama, mixtral, qwen2, "),
+        ({"model_type": "mamba"}, "model_type: expected one of glm4_moe, llama, mixtral, "),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         (

@@ -25,12 +25,14 @@ class Names:
         permuted: by GGUF name of a projection whose rows GGUF permutes, the metadata field, after the architecture,
             with the number of its heads: GGUF interleaves the two halves of each head, for a RoPE that rotates adjacent
             pairs.
+        whole: the names in ``model.layers.<i>`` for names in ``blk.<i>``, both with their suffixes.
     """
 
     outer: Mapping[str, str]
     layer: Mapping[str, str]
     experts: Mapping[str, str]
     permuted: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     def to_gguf(self, name: str) -> tuple[str, int | None]:
         """Return the GGUF name for a Hugging Face name with its suffix, and the index of its expert or None.
@@ -50,6 +52,9 @@ class Names:
         if layer is None:
             return name, None
         number, part = layer.groups()
+        for gguf, whole in self.whole.items():
+            if whole == f"{part}.{suffix}":
+                return f"blk.{number}.{gguf}", None
         expert = re.fullmatch(r"(.+\.)(\d{1,6})(\.\w+)", part)
         if expert is not None and (of_all := f"{expert[1]}{{}}{expert[3]}") in experts:
             return f"blk.{number}.{experts[of_all]}.{suffix}", int(expert[2])
@@ -79,16 +84,36 @@ DEFAULT = Names(
 )
 """The names of Llama-like architectures, which apply to every architecture that `ARCHITECTURES` does not list."""
 
+_LLAMA = replace(DEFAULT, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"})
+_GLM_LAYER = {
+    **{name: part.replace("shared_expert.", "shared_experts.") for name, part in DEFAULT.layer.items()},
+    "post_attention_norm": "post_attention_layernorm",
+}
+del _GLM_LAYER["ffn_norm"]
+
 ARCHITECTURES: Mapping[str, Names] = {
-    "llama": replace(DEFAULT, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}),
+    "llama": _LLAMA,
+    "glm4moe": replace(DEFAULT, layer=_GLM_LAYER, whole={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}),
 }
 """The names of the architectures that differ from `DEFAULT`, by ``general.architecture``."""
+
+MIXTRAL = replace(
+    _LLAMA,
+    layer={**DEFAULT.layer, "ffn_gate_inp": "block_sparse_moe.gate"},
+    experts={
+        f"ffn_{p}_exps": f"block_sparse_moe.experts.{{}}.{name}"
+        for p, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+)
+"""The names of the architecture "llama" with experts."""
 
 
 def find(metadata: Mapping[str, Any]) -> Names:
     """Return the names for the architecture in the metadata of a file."""
     arch = metadata.get("general.architecture")
-    return ARCHITECTURES.get(arch, DEFAULT) if isinstance(arch, str) else DEFAULT  # an array in a damaged file
+    if not isinstance(arch, str):
+        return DEFAULT  # an array in a damaged file
+    return MIXTRAL if arch == "llama" and "llama.expert_count" in metadata else ARCHITECTURES.get(arch, DEFAULT)
 
 
 def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """The GGML types whose codes stay 4-bit in linear layers."""
 
-LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight")
+LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """The endings by which the Hugging Face name of a linear layer is recognized."""
 
 
@@ -113,6 +113,8 @@ def _name_tensors(
     if first != "blk":
         return [(name, block, None)]
     layer = f"model.layers.{number}"
+    if (whole := f"{part}.{suffix}") in names.whole:
+        return [(f"{layer}.{names.whole[whole]}", block, None)]
     if part in names.experts and len(block.shape) == 3 and suffix == "weight":
         count, n, k = block.shape
         check_count(count, where)

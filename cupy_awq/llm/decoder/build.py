@@ -123,7 +123,10 @@ class _FileWeights(LayerWeights):
 
     def _read(self, linear: LinearSpec) -> Linear:
         part = _read(self._files, self._ops, linear, self._layer.name)
-        return upload.take_columns(part, self._heads.get(linear.name))
+        order = self._heads.get(linear.name)
+        if isinstance(part, Module):
+            return upload.take_module_columns(part, order)
+        return upload.take_columns(part, order)
 
 
 def _list_reordered(spec: Attention) -> dict[str, npt.NDArray[np.int64]]:

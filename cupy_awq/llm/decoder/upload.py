@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear
 from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
@@ -22,17 +22,19 @@ def awq_linear(part: Module, batch_invariant: bool) -> AwqLinear:
     return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=batch_invariant, order=order)
 
 
-def take_columns(part: Linear, order: Array | None) -> Linear:
-    """Return a layer whose columns of y are permuted by ``order``, an array on its device; None keeps their order."""
+def take_columns(part: DenseLinear | Int8Linear, order: Array | None) -> DenseLinear | Int8Linear:
+    """Return a dense or 8-bit layer whose columns of y are permuted by ``order``; None keeps their order."""
     if order is None:
         return part
-    if isinstance(part, Module):
-        return _take_module_columns(part, order)
     dense = part.dequantize() if isinstance(part, Int8Linear) else part  # no format has both 8-bit codes and an order
     return DenseLinear(dense.weight[order], None if dense.bias is None else dense.bias[order])
 
 
-def _take_module_columns(part: Module, order: Array) -> Module:
+def take_module_columns(part: Module, order: Array | None) -> Module:
+    """Return a quantized layer whose columns of y are permuted by ``order``, on its device; None keeps them."""
+    if order is None:
+        return part
+
     def take(a: Array, is_packed: bool) -> Array:
         return pack_int4(unpack_int4(a)[:, order]) if is_packed else namespace(a).ascontiguousarray(a[:, order])
 
@@ -49,9 +51,8 @@ def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> M
         return None if a is None else cupy.asarray(a)
 
     weight = part.weight
-    placed = PackedWeight(*map(place, (weight.qweight, weight.scales, weight.qzeros)))
-    module = Module(placed, place(part.bias), place(part.order))
-    return module if column_order is None else _take_module_columns(module, place(column_order))
+    placed = PackedWeight(cupy.asarray(weight.qweight), cupy.asarray(weight.scales), place(weight.qzeros))
+    return take_module_columns(Module(placed, place(part.bias), place(part.order)), place(column_order))
 
 
 def form(part: Module) -> tuple[Any, ...]:

@@ -20,17 +20,23 @@ class Family(Protocol):
     """A family of decoders.
 
     Attributes:
-        MODEL_TYPE: the ``model_type`` of Hugging Face, which is also the ``general.architecture`` of GGUF.
+        MODEL_TYPE: the ``model_type`` of Hugging Face.
+        GGUF_ARCHITECTURE: the ``general.architecture`` of GGUF.
         CLASS: the name of the class in transformers.
         GGUF_KEYS: the metadata field of GGUF, after the architecture, for each name of config.json.
+        GGUF_DEFAULTS: the values for metadata fields that a file need not have, by name of config.json.
     """
 
     @property
     def MODEL_TYPE(self) -> str: ...
     @property
+    def GGUF_ARCHITECTURE(self) -> str: ...
+    @property
     def CLASS(self) -> str: ...
     @property
     def GGUF_KEYS(self) -> Mapping[str, str]: ...
+    @property
+    def GGUF_DEFAULTS(self) -> Mapping[str, Any]: ...
 
     def describe(self, table: Table) -> Decoder:
         """Return the description for a configuration. Raises ValueError if it is invalid or not supported."""
@@ -54,6 +60,18 @@ def find(model_type: Any) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r:.80}")
     return FAMILIES[model_type]
+
+
+def find_gguf(architecture: str, has_experts: bool) -> Family:
+    """Return the family that serves a ``general.architecture`` of GGUF. Raises ValueError if there is none."""
+    known = {
+        (family.GGUF_ARCHITECTURE, "num_experts_per_tok" in family.GGUF_KEYS): family for family in FAMILIES.values()
+    }
+    if (architecture, has_experts) not in known:
+        names = ", ".join(dict.fromkeys(name for name, _ in known))
+        found = f"{architecture!r:.80} {'with' if has_experts else 'without'} experts"
+        raise ValueError(f"general.architecture: expected one of {names}, got {found}")
+    return known[architecture, has_experts]
 
 
 def describe(table: Table) -> Decoder:

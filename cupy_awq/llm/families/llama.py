@@ -20,7 +20,7 @@ from cupy_awq.llm.families.description import (
 )
 from cupy_awq.llm.families.table import Table
 
-MODEL_TYPE = "llama"
+MODEL_TYPE = GGUF_ARCHITECTURE = "llama"
 CLASS = "LlamaForCausalLM"
 GGUF_KEYS: Mapping[str, str] = {
     "hidden_size": "embedding_length",
@@ -33,6 +33,7 @@ GGUF_KEYS: Mapping[str, str] = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+GGUF_DEFAULTS: Mapping[str, Any] = {}
 
 
 def describe(table: Table) -> Decoder:

@@ -18,6 +18,7 @@ GGUF_KEYS: Mapping[str, str] = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
+GGUF_DEFAULTS = llama.GGUF_DEFAULTS
 
 
 def describe(table: Table) -> Decoder:

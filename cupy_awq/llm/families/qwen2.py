@@ -7,9 +7,9 @@ from cupy_awq.llm.families import llama
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
 
-MODEL_TYPE = "qwen2"
+MODEL_TYPE = GGUF_ARCHITECTURE = "qwen2"
 CLASS = "Qwen2ForCausalLM"
-GGUF_KEYS = llama.GGUF_KEYS
+GGUF_KEYS, GGUF_DEFAULTS = llama.GGUF_KEYS, llama.GGUF_DEFAULTS
 settings = llama.settings
 
 

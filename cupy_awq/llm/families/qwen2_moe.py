@@ -17,6 +17,7 @@ GGUF_KEYS: Mapping[str, str] = {
     **qwen3_moe.GGUF_KEYS,
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+GGUF_DEFAULTS: Mapping[str, Any] = {"norm_topk_prob": False}
 
 
 def describe(table: Table) -> Decoder:

@@ -18,7 +18,9 @@ GGUF_KEYS: Mapping[str, str] = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
 }
+GGUF_DEFAULTS: Mapping[str, Any] = {"norm_topk_prob": True}
 
 
 def describe(table: Table) -> Decoder:

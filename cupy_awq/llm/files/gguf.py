@@ -19,8 +19,9 @@ from cupy_awq.checkpoint.gguf import container, q8, tensors
 from cupy_awq.checkpoint.gguf.container import Blocks
 from cupy_awq.checkpoint.gguf.dense import read_values
 from cupy_awq.llm import families
-from cupy_awq.llm.families.description import Decoder
+from cupy_awq.llm.families.description import Decoder, Experts
 from cupy_awq.llm.families.table import Table
+from cupy_awq.llm.files.gguf_metadata import GATINGS
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.text.gguf_tokenizer import list_stop_ids, load_tokenizer, show
 
@@ -68,8 +69,10 @@ ROPE_FIELDS = {
     "rope.scaling": ("factor", "finetuned", "original_context_length", "type"),
 }
 """The supported metadata fields of ``<arch>.rope``, by what is before their last part; ``finetuned`` has no effect."""
-FLOATS = ("rms_norm_eps", "rope_theta")
+FLOATS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
 """The names of config.json whose values are not integers."""
+COUNTS = ("first_k_dense_replace", "num_nextn_predict_layers")
+"""The names of config.json whose values may be 0."""
 
 
 def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Decoder:
@@ -77,14 +80,14 @@ def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Deco
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ValueError(f"general.architecture: expected text, got {show(arch)}")
-    family = families.find(arch)
+    family = families.find_gguf(arch, f"{arch}.expert_count" in metadata)
 
-    def get(name: str, kinds: tuple[type, ...], default: Any = None) -> Any:
+    def get(name: str, kinds: tuple[type, ...], default: Any = None, least: int = 1) -> Any:
         value = metadata.get(f"{arch}.{name}", default)
         if type(value) not in kinds:
             raise ValueError(f"{arch}.{name}: expected {kinds[0].__name__}, got {show(value)}")
-        if kinds == (int,) and value < 1:
-            raise ValueError(f"{arch}.{name}: expected a positive integer, got {value!r:.80}")
+        if kinds == (int,) and value < least:
+            raise ValueError(f"{arch}.{name}: expected an integer from {least}, got {value!r:.80}")
         return value
 
     for key in metadata:
@@ -92,29 +95,39 @@ def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Deco
         if key.startswith(f"{arch}.rope.") and name not in ROPE_FIELDS.get(group, ()):
             known = ", ".join(ROPE_FIELDS.get(group, ROPE_FIELDS["rope"]))
             raise ValueError(f"{key:.200}: expected {known} of {arch}.{group:.200}., got this field")
-    values: dict[str, Any] = {"model_type": arch, "rope_theta": 10000.0}
+    values: dict[str, Any] = {"model_type": family.MODEL_TYPE, "rope_theta": 10000.0, **family.GGUF_DEFAULTS}
     for name, key in family.GGUF_KEYS.items():
         if name == "num_key_value_heads":
             values[name] = values["num_attention_heads"]
         elif name == "head_dim":
             values[name] = values["hidden_size"] // values["num_attention_heads"]
-        value = get(key, (float, int) if name in FLOATS else (int,), values.get(name))
+        default = values.get(name)
+        kinds = (float, int) if name in FLOATS else (bool,) if type(default) is bool else (int,)
+        value = get(key, kinds, default, 0 if name in COUNTS else 1)
         # Files hold float32; its shortest decimal is the number of config.json: 1e-6, not 9.99999997e-7.
         values[name] = float(str(np.float32(value))) if name in FLOATS else value
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (value := get(name, (int,), values["head_dim"])) != values["head_dim"]:
-            raise ValueError(f"{arch}.{name}: expected the head dimension {values['head_dim']}, got {value!r:.80}")
+    head_dim = values["head_dim"]
+    if (value := get("attention.value_length", (int,), head_dim)) != head_dim:
+        raise ValueError(f"{arch}.attention.value_length: expected the head dimension {head_dim}, got {value!r:.80}")
     if "token_embd.weight" not in blocks:
         raise ValueError("token_embd.weight: expected a tensor of this name, got none")
     divisors: tuple[float, ...] = ()
     if "rope_freqs.weight" in blocks:
         divisors = tuple(read_values(blocks["rope_freqs.weight"], "rope_freqs.weight").ravel().tolist())
+    values["num_hidden_layers"] -= values.get("num_nextn_predict_layers", 0)  # GGUF counts all of them
     values |= {
+        "partial_rotary_factor": get("rope.dimension_count", (int,), head_dim) / head_dim,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in blocks,
         "vocab_size": blocks["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in blocks,
         "rope_scaling": _scaling(metadata, arch, get),
     }
-    return families.describe(Table(values, divisors, biases_as_stored=True))
+    decoder = families.describe(Table(values, divisors, biases_as_stored=True))
+    if isinstance(block := decoder.layers[-1].feed_forward, Experts):
+        gating = GATINGS[block.router.scoring]
+        if (found := get("expert_gating_func", (int,), gating)) != gating:
+            raise ValueError(f"{arch}.expert_gating_func: expected {gating}, got {found}")
+    return decoder
 
 
 def _scaling(metadata: Mapping[str, Any], arch: str, get: Callable[..., Any]) -> dict[str, Any]:

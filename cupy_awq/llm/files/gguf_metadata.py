@@ -12,12 +12,15 @@ import numpy.typing as npt
 
 from cupy_awq.llm import families
 from cupy_awq.llm.extra import import_extra
-from cupy_awq.llm.families.description import Decoder
+from cupy_awq.llm.families.description import Decoder, Experts
 from cupy_awq.llm.text.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, make_pre_tokenizer
 from cupy_awq.llm.text.tokenizer import Tokenizer
 
 SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 fooBar e\u0301e end "
 """A text that different pre-tokenizers in `PRE_TOKENIZERS` split differently, so that the words identify one."""
+
+GATINGS = {"softmax": 1, "sigmoid": 2}
+"""The values of ``expert_gating_func`` for each `Router.scoring`."""
 
 Metadata = dict[str, Any]
 
@@ -27,16 +30,21 @@ def describe_model(decoder: Decoder) -> tuple[Metadata, npt.NDArray[np.float32] 
 
     Raises ValueError for RoPE parameters for which GGUF has no fields.
     """
-    arch, family = decoder.model_type, families.find(decoder.model_type)
-    settings = family.settings(decoder)
+    family = families.find(decoder.model_type)
+    arch, settings = family.GGUF_ARCHITECTURE, family.settings(decoder)
+    if settings.get("mlp_only_layers"):
+        raise ValueError(f"mlp_only_layers: expected none for gguf, got {settings['mlp_only_layers']}")
     fields: Metadata = {"general.architecture": arch, "general.quantization_version": 2}
     for name, key in family.GGUF_KEYS.items():
         value = settings[name]
-        fields[f"{arch}.{key}"] = value if type(value) is int else float(np.float32(value))
-    head_dim = settings["head_dim"]
-    fields |= {f"{arch}.attention.value_length": head_dim, f"{arch}.rope.dimension_count": head_dim}
-    fields[f"{arch}.vocab_size"] = decoder.vocab
+        fields[f"{arch}.{key}"] = float(np.float32(value)) if type(value) is float else value
     rope = decoder.layers[0].mixer.rope
+    fields |= {f"{arch}.attention.value_length": settings["head_dim"], f"{arch}.rope.dimension_count": rope.dim}
+    fields[f"{arch}.vocab_size"] = decoder.vocab
+    if isinstance(block := decoder.layers[-1].feed_forward, Experts):
+        fields[f"{arch}.expert_gating_func"] = GATINGS[block.router.scoring]
+    if "num_nextn_predict_layers" in family.GGUF_KEYS:
+        fields[f"{arch}.block_count"] += decoder.extra_layers
     scaling = dict(rope.scaling)
     if rope.kind == "llama3":
         return fields, (rope.unscaled() / rope.frequencies()[0]).astype(np.float32)

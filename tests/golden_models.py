@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``tests/golden_logits.npz``: logits that transformers computes for tiny mixtures of experts, on the CPU.
+"""Tiny models whose logits another implementation has computed: ``golden_logits.npz``.
 
-transformers 5 and torch are needed beside cupy_awq[llm]:
-
-    python -m tests.tools.write_golden_logits
-
-The weights are not stored: `golden_tensors` makes them from a hash of their names, so that they are 4-bit codes times
-a power of two, which dense and quantized files hold exactly.
+The weights are not stored: `golden_tensors` makes them from a hash of their names. They are 4-bit integers times a
+power of two, which dense and quantized files hold exactly. ``tests/peers/write_golden_logits.py`` writes the file.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,8 @@ from safetensors.numpy import save_file
 
 from tests import llm_models
 
-FILE = Path(__file__).parents[1] / "golden_logits.npz"
+FILE = Path(__file__).parent / "golden_logits.npz"
+"""The float32 logits [tokens, vocab] by family."""
 IDS = [(7 * i * i + 3 * i) % llm_models.VOCAB for i in range(16)]
 """The tokens of the prompt."""
 
@@ -64,28 +60,3 @@ def write_folder(path: Path, config: dict[str, Any]) -> Path:
     save_file(golden_tensors(config), path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def main() -> None:
-    """Compute and write the logits of every architecture."""
-    import torch
-    import transformers
-
-    torch.set_grad_enabled(False)
-    found = {}
-    for name, config in llm_models.EXPERT_FAMILIES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = write_folder(Path(folder), config)
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-            )
-        if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-            raise ValueError(f"{name}: expected tensors as transformers names them, got {report}")
-        found[name] = model(torch.tensor([IDS])).logits[0].numpy().astype(np.float32)
-        spread = np.abs(found[name]).max(), found[name].std()
-        print(name, found[name].shape, *(f"{value:.3f}" for value in spread))
-    np.savez_compressed(FILE, **found)  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    main()
