@@ -29,7 +29,7 @@ from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight
 from tests import llm_models, simt
-from tests.llm_models import FAMILIES, LLAMA, QWEN3
+from tests.llm_models import EXPERT_FAMILIES, FAMILIES, LLAMA, QWEN3
 
 IDS = [int(i) for i in np.random.default_rng(2).integers(0, llm_models.VOCAB, 9)]
 
@@ -67,11 +67,12 @@ def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 def test_every_model_family_matches_the_float64_formulas_in_16_bits(tmp_path: Path, family: str, dtype: Any) -> None:
-    """Cover concatenated and separate projections, tied and untied heads, biases, and q/k norms."""
-    files = llm.read(llm_models.folder(tmp_path, FAMILIES[family], plain=("0.self_attn.k_proj", "1.mlp.up_proj")))
+    """Cover concatenated and separate projections, tied and untied heads, biases, q/k norms, and experts."""
+    config = {**FAMILIES, **EXPERT_FAMILIES}[family]
+    files = llm.read(llm_models.folder(tmp_path, config, plain=("0.self_attn.k_proj", "1.mlp.up_proj")))
     model = build_model(files, SimulatedOps(files.config, 0, dtype))
     found, wanted = simulated_logits(model, IDS, 6), llm_models.forward(files, IDS)
     assert found.dtype == np.float32

@@ -33,6 +33,9 @@ The batch is a `Cache`, or with the pages of `DecoderOps.make_pages`, `PagedRows
 the caller then adds S to `Cache.lengths`.
 """
 
+MlpWeights = tuple[Linear, Linear, Linear]
+"""The gate, up and down projection of an MLP."""
+
 StepLogits = Callable[[Array], Array]
 """The forward pass of a decode step: a function from integer tokens [B] to float32 logits [B, V]."""
 
@@ -103,9 +106,9 @@ class DecoderOps(Protocol):
         spec: Experts,
         router: Linear,
         bias: npt.NDArray[Any] | None,
-        experts: Sequence[tuple[Linear, Linear, Linear]],
-        shared: Projection | None,
-        shared_gate: Projection | None,
+        experts: Sequence[MlpWeights],
+        shared: MlpWeights | None,
+        shared_gate: Linear | None,
     ) -> Projection:
         """Return the function from x [.., hidden] to the result of a mixture of experts [.., hidden].
 
@@ -113,9 +116,11 @@ class DecoderOps(Protocol):
             spec: the description.
             router: the linear layer of the router.
             bias: the router's correction bias [E], or None.
-            experts: the gate, up and down projection of each expert.
-            shared: the MLP of the shared expert, or None.
+            experts: the weights of each expert.
+            shared: the weights of the shared expert, or None.
             shared_gate: the linear layer whose sigmoid multiplies the result of ``shared``, or None.
+
+        Raises ValueError if the back end does not support the experts.
         """
         ...
 

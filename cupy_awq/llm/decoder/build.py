@@ -16,7 +16,7 @@ from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.forward import ColumnOrder, LayerWeights, Norm, Operation, Projection, list_operations
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.families.description import Attention, Experts, LayerSpec, LinearSpec, Mlp, NormSpec
+from cupy_awq.llm.families.description import Attention, Experts, LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, Linear, ModelFiles, Progress
 
 
@@ -96,20 +96,19 @@ class _FileWeights(LayerWeights):
         return self._ops.make_projection(parts, **options)
 
     def experts(self, spec: Experts) -> Projection:
-        router, mlps = self._read(spec.router.linear), map(spec.mlp, range(spec.router.linear.n))
-        bias = spec.router.bias
+        router, bias = self._read(spec.router.linear), spec.router.bias
         correction = None
         if bias is not None:
             correction = self._files.read_tensor(f"{self._layer.name}.{bias}", (spec.router.linear.n,))
-        experts = [(self._read(mlp.gate), self._read(mlp.up), self._read(mlp.down)) for mlp in mlps]
-        self.nbytes += router.weight.nbytes + sum(part.weight.nbytes for expert in experts for part in expert)
-        shared = None if spec.shared is None else self._mlp(spec.shared)
-        shared_gate = None if spec.shared_gate is None else self.project(spec.shared_gate)
-        return self._ops.make_experts(spec, router, correction, experts, shared, shared_gate)
-
-    def _mlp(self, mlp: Mlp) -> Projection:
-        gate_up, down = self.project(mlp.gate, mlp.up, gated=True), self.project(mlp.down)
-        return lambda x: down(gate_up(x))
+        experts = [(self._read(mlp.gate), self._read(mlp.up), self._read(mlp.down)) for mlp in spec.mlps]
+        shared = None if spec.shared is None else experts.pop()
+        shared_gate = None if spec.shared_gate is None else self._read(spec.shared_gate)
+        parts = [router, *(part for mlp in (*experts, shared or ()) for part in mlp)]
+        self.nbytes += sum(part.weight.nbytes for part in parts)
+        try:
+            return self._ops.make_experts(spec, router, correction, experts, shared, shared_gate)
+        except ValueError as error:
+            raise ValueError(f"{self._files.path}: {self._layer.name}: {error}") from None
 
     def order(self, linear: LinearSpec) -> npt.NDArray[np.int32] | None:
         part = self._read(linear)

@@ -17,7 +17,7 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.expert_check import TopK
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
-from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, MlpWeights, StepLogits
 from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
@@ -97,35 +97,17 @@ class NumpyOps(DecoderOps):
         spec: Experts,
         router: Linear,
         bias: Array | None,
-        experts: Sequence[tuple[Linear, Linear, Linear]],
-        shared: Projection | None,
-        shared_gate: Projection | None,
+        experts: Sequence[MlpWeights],
+        shared: MlpWeights | None,
+        shared_gate: Linear | None,
     ) -> Projection:
-        options = spec.router
-        choice = TopK(options.top_k, options.renormalize, options.scoring, options.groups or (1, 1), options.scale)
-        logits = self.make_projection([router])
-        mlps = [
-            (self.make_projection([gate, up], gated=True), self.make_projection([down])) for gate, up, down in experts
-        ]
-        correction = None if bias is None else bias.astype(np.float32)
+        def mlp(parts: MlpWeights) -> Projection:
+            gate_up, down = self.make_projection(parts[:2], gated=True), self.make_projection(parts[2:])
+            return lambda x: down(gate_up(x))
 
-        def mix(x: Array) -> Array:
-            rows = x.reshape(-1, x.shape[-1])
-            ids, weights = expert_reference.choose_experts(logits(rows), choice, correction)
-            y = np.zeros_like(rows)
-            terms = np.zeros((*ids.shape, rows.shape[1]), np.float32)
-            for expert in np.unique(ids):
-                tokens, slots = np.nonzero(ids == expert)
-                gate_up, down = mlps[expert]
-                terms[tokens, slots] = down(gate_up(rows[tokens])) * weights[tokens, slots, None]
-            for slot in range(options.top_k):  # the order of the kernels' additions
-                y += terms[:, slot]
-            if shared is not None:
-                own = shared(rows)
-                y += own if shared_gate is None else own / (np.float32(1) + np.exp(-shared_gate(rows)))
-            return y.reshape(x.shape)
-
-        return mix
+        logits, mlps = self.make_projection([router]), list(map(mlp, experts))
+        own = None if shared is None else mlp(shared)
+        return mix_experts(spec, logits, bias, mlps, own, shared_gate and self.make_projection([shared_gate]))
 
     def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
@@ -279,6 +261,37 @@ class NumpyDecodeLoop(DecodeLoop):
         seen[token] = True
         self._next[sequence] = token
         return token
+
+
+def mix_experts(
+    spec: Experts,
+    logits: Projection,
+    bias: Array | None,
+    mlps: Sequence[Projection],
+    shared: Projection | None,
+    shared_gate: Projection | None,
+) -> Projection:
+    """Return the function from x to a mixture of experts, for functions from rows of x, float32 [M, hidden]."""
+    options = spec.router
+    choice = TopK(options.top_k, options.renormalize, options.scoring, options.groups or (1, 1), options.scale)
+    correction = None if bias is None else bias.astype(np.float32)
+
+    def mix(x: Array) -> Array:
+        rows = x.reshape(-1, x.shape[-1])
+        ids, weights = expert_reference.choose_experts(logits(rows), choice, correction)
+        terms = np.zeros_like(rows, shape=(*ids.shape, rows.shape[1]))
+        for expert in map(int, np.unique(ids)):
+            tokens, slots = np.nonzero(ids == expert)
+            terms[tokens, slots] = mlps[expert](rows[tokens]) * weights[tokens, slots, None]
+        y = np.zeros_like(rows)
+        for slot in range(options.top_k):  # the order of the kernels' additions
+            y += terms[:, slot]
+        if shared is not None:
+            own = shared(rows)
+            y += own if shared_gate is None else own / (np.float32(1) + np.exp(-shared_gate(rows)))
+        return y.reshape(x.shape)
+
+    return mix
 
 
 def _memory_bytes() -> int:
