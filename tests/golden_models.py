@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from cupy_awq.packing import pack_int4
 from tests import llm_models
 
 FILE = Path(__file__).parent / "golden_logits.npz"
@@ -59,4 +60,19 @@ def write_folder(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir(exist_ok=True)
     save_file(golden_tensors(config), path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_quantized(path: Path, config: dict[str, Any]) -> Path:
+    """Write the model with the linear layers of its decoder layers in AutoAWQ's format and return its folder."""
+    path, found = write_folder(path, config), golden_tensors(config)
+    for module, (k, n) in llm_models.linears(config).items():
+        name = f"{module}.weight"
+        del found[name]
+        found[f"{module}.qweight"] = pack_int4(np.ascontiguousarray(golden_codes(name, (n, k)).T))
+        found[f"{module}.scales"] = np.full((k // 16, n), golden_scale(name, (n, k)), np.float16)
+        found[f"{module}.qzeros"] = pack_int4(np.full((k // 16, n), 8, np.uint8))
+    save_file(found, path / "model.safetensors")
+    quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16, "zero_point": True}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return path

@@ -43,17 +43,19 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-WIDTH = {"moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
+WIDTH = {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2}
 EXPERT_FAMILIES = {
     "qwen3_moe": {**QWEN3, "model_type": "qwen3_moe", **WIDTH, "norm_topk_prob": True},
     "qwen2_moe": {
-        **QWEN2, "model_type": "qwen2_moe", **WIDTH, "norm_topk_prob": False, "shared_expert_intermediate_size": 48,
+        **QWEN2, "model_type": "qwen2_moe", **WIDTH, "norm_topk_prob": False, "shared_expert_intermediate_size": 64,
         "mlp_only_layers": [0],
     },
-    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {
+        **LLAMA, "model_type": "mixtral", "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "glm4_moe": {
         **QWEN3, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2,
-        "tie_word_embeddings": False, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "tie_word_embeddings": False, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
     },
 }  # fmt: skip

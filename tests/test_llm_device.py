@@ -43,10 +43,10 @@ class SimulatedOps(CudaOps):
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace CuPy by NumPy; new arrays are filled with NaN."""
+    """Replace CuPy by NumPy; new arrays are filled with NaN, or -7 if they are integers."""
 
     def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return np.full(shape, np.nan, dtype)
+        return np.full(shape, -7 if np.dtype(dtype).kind == "i" else np.nan, dtype)
 
     cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=lambda: (10**9, 10**9)))
     functions = {name: getattr(np, name) for name in ("asarray", "zeros", "concatenate", "ascontiguousarray")}
