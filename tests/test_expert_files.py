@@ -91,8 +91,7 @@ def all_logits(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("family", llm_models.EXPERT_FAMILIES)
 def test_a_gguf_file_of_experts_gives_the_logits_of_its_source(tmp_path: Path, family: str) -> None:
     """All experts of a projection are one tensor, and Mixtral is of the architecture "llama"."""
-    changes = {"mlp_only_layers": []} if family == "qwen2_moe" else {}
-    config = {**llm_models.EXPERT_FAMILIES[family], **changes}
+    config = {**llm_models.EXPERT_FAMILIES[family], **({"mlp_only_layers": []} if family == "qwen2_moe" else {})}
     path = llm_models.folder(tmp_path / "m", config, group=32)
     convert(str(path), tmp_path / "m.gguf", "gguf", rounds=True)
     wanted = all_logits(path)

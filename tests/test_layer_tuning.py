@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import llm
-from cupy_awq.llm.calibrate import layer_quantizer, layer_tuning
+from cupy_awq.llm.calibrate import dense_weights, layer_quantizer, layer_tuning
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.quantization import QuantizedRows, Recipe, quantize_rows
 from tests import llm_models
@@ -26,7 +26,7 @@ class Problem:
         files = llm.read(dense_folder(folder, config, np.float32))
         (self.layer,) = files.config.layers[:1]
         self.config = dataclasses.replace(files.config, layers=(self.layer,))
-        self.weights = layer_quantizer._read(files, self.layer, np)
+        self.weights = dense_weights.read_weights(files, self.layer, np)
         self.ops = NumpyOps(self.config, expand_weights=True)
         self.cache = self.ops.make_cache(1, 24)
         rng = np.random.default_rng(0)
@@ -35,7 +35,7 @@ class Problem:
         self.quantized = {name: quantize_rows(w, None, Recipe(16)) for name, (w, _) in self.weights.linears.items()}
 
     def run(self, weights: Any, h: np.ndarray) -> np.ndarray:
-        return layer_quantizer._run(self.ops, layer_quantizer._build(self.ops, weights, {}), h, self.cache)
+        return layer_quantizer._run(self.ops, dense_weights.build_operations(self.ops, weights, {}), h, self.cache)
 
     def loss(self, quantized: dict[str, QuantizedRows]) -> float:
         weights = layer_quantizer._dequantize(self.weights, quantized, np.dtype(np.float32))
@@ -61,7 +61,7 @@ def test_gradients_equal_finite_differences(problem: Problem) -> None:
     y, backward = layer.run(h)
     for name, linear in tuned.items():
         linears = {other: (each.weight, problem.weights.linears[other][1]) for other, each in tuned.items()}
-        weights = layer_quantizer._Weights(linears, problem.weights.norms)
+        weights = dense_weights.DenseWeights(linears, problem.weights.norms, {})
         if name == "self_attn.q_proj":
             np.testing.assert_allclose(y, problem.run(weights, h[None])[0], rtol=1e-4, atol=1e-4)
         dy, direction = (rng.standard_normal(a.shape, np.float32) for a in (y, linear.weight))

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64
 def dense_folder(path: Path, config: dict[str, Any], dtype: Any = np.float16) -> Path:
     """Write a folder of a dense model in which some channels have large activations."""
     path.mkdir()
-    tensors = llm_models.tensors(config, plain=("proj",))
+    tensors = llm_models.tensors(config, plain=("proj", "w1", "w2", "w3"))
     for name, a in tensors.items():
         if name.endswith("layernorm.weight"):
             a[::7] *= 6

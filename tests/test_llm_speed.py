@@ -38,6 +38,23 @@ def test_step_bytes_count_all_weights_keys_and_values_of_a_decode_step() -> None
     assert min(one.prompt_seconds, one.step_seconds, one.gbs) > 0
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe"])
+def test_step_bytes_of_experts_count_those_that_are_touched(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128, "num_experts": 8}
+    config = {**llm_models.EXPERT_FAMILIES[family], **sizes, "shared_expert_intermediate_size": 128}
+    monkeypatch.setitem(speed.SHAPES, "tiny", llm_models.decoder(**config))
+    one, many, few = (
+        speed.measure("tiny", batches=(batch,), prompt_tokens=5, steps=2, index=-1, layers=layers)[0].step_bytes
+        for batch, layers in ((1, None), (9, None), (1, 1))
+    )
+    states = 2 * 2 * config["num_key_value_heads"] * config["head_dim"] * 6 * 4
+    expert = 3 * 256 * 128 * (128 + 5) // 256
+    top_k = config["num_experts_per_tok"]
+    touched = [8 * (1 - (7 / 8) ** (batch * top_k)) for batch in (1, 9)]
+    assert many - one - 8 * states == pytest.approx((touched[1] - touched[0]) * expert, abs=1)
+    assert few < one - touched[0] * expert - states // 2
+
+
 def test_random_weights_give_finite_and_different_logits() -> None:
     from cupy_awq.llm.decoder.build import build_model
     from cupy_awq.llm.decoder.numpy_backend import NumpyOps
@@ -56,6 +73,7 @@ def test_the_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
     linears = sum(linear.k * linear.n for layer in c.layers for linear in layer.linears)
     billions = (linears + c.vocab * c.hidden * (1 if c.tied else 2)) / 1e9
     wanted = {"qwen3-8b": 8.19, "qwen3-0.6b": 0.596, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3.2-1b": 1.236}
+    wanted |= {"qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.1, "mixtral-8x7b": 46.70, "glm-4.5-air": 106.85}
     assert billions == pytest.approx(wanted[name], rel=2e-3)
 
 
@@ -63,7 +81,7 @@ def test_bench_prints_the_speed_of_a_model(monkeypatch: pytest.MonkeyPatch, caps
     row = speed.Speed("tiny", 1, 1024, 0.5, 0.002, 5 * 10**9)
     seen: list[tuple[int, ...]] = []
 
-    def measure(name: str, batches: tuple[int, ...], progress: object) -> list[speed.Speed]:
+    def measure(name: str, batches: tuple[int, ...], layers: None, progress: object) -> list[speed.Speed]:
         seen.append(batches)
         return [row]
 

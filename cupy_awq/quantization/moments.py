@@ -54,6 +54,9 @@ class Moments(NamedTuple):
 class MomentSum:
     """An accumulator of `Moments`: call `add` for each batch of inputs, then `mean`.
 
+    Attributes:
+        tokens: the number of tokens that were added.
+
     >>> sums = MomentSum()
     >>> sums.add(np.array([[1.0, -2.0], [3.0, 0.0]], np.float32))
     >>> moments = sums.mean()
@@ -64,7 +67,7 @@ class MomentSum:
     def __init__(self) -> None:
         self._second: Array | None = None
         self._absolute: Array | None = None
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, x: Array) -> None:
         """Add inputs [..., K] of any float dtype to the sums.
@@ -82,14 +85,14 @@ class MomentSum:
         if not is_finite(to_host(xp.diagonal(second))):
             raise ValueError("inputs: expected finite values with finite squares, got NaN, infinity or an overflow")
         self._second, self._absolute = second, absolute
-        self._tokens += len(rows)
+        self.tokens += len(rows)
 
     def mean(self) -> Moments:
         """Return the moments of all inputs added so far. Raises ValueError if no inputs were added."""
-        if self._second is None or self._absolute is None or not self._tokens:
+        if self._second is None or self._absolute is None or not self.tokens:
             raise ValueError("inputs: expected at least one token, got 0")
-        count = np.float32(self._tokens)
-        return Moments(self._second / count, self._absolute / count, self._tokens)
+        count = np.float32(self.tokens)
+        return Moments(self._second / count, self._absolute / count, self.tokens)
 
 
 def row_blocks(w: Array) -> Iterator[slice]:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ import numpy as np
 
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.kernels.experts.problem import expected_touched
 from cupy_awq.llm import families
 from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.build import build_model
@@ -24,7 +25,7 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import count_bytes
-from cupy_awq.llm.families.description import Decoder
+from cupy_awq.llm.families.description import Decoder, Experts, LinearSpec
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
 from cupy_awq.runtime import placement
@@ -42,6 +43,15 @@ _QWEN3 = {
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
+}
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
 }
 _SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 _LLAMA3 = {
@@ -77,7 +87,21 @@ _TABLES: dict[str, dict[str, Any]] = {
     "llama-3-8b": _LLAMA3,
     "llama-3-70b": {**_LLAMA3, **_LARGE},
     "llama-3.2-1b": _LLAMA3_2,
-}
+    "qwen3-30b-a3b": {**_QWEN3, **_EXPERTS, "num_key_value_heads": 4},
+    "qwen3-235b-a22b": {
+        **_QWEN3, **_EXPERTS, "hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+        "num_attention_heads": 64, "num_key_value_heads": 4,
+    },
+    "mixtral-8x7b": {
+        **_LLAMA3, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+        "max_position_embeddings": 32768, "rope_theta": 1e6,
+    },
+    "glm-4.5-air": {
+        **_QWEN3, "model_type": "glm4_moe", "intermediate_size": 10944, "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "vocab_size": 151552, "n_routed_experts": 128,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "attention_bias": True, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
 SHAPES = {name: families.describe(Table(table)) for name, table in _TABLES.items()}
 """The descriptions of published models by name."""
 
@@ -100,7 +124,8 @@ class Speed:
         prompt_tokens: the number of tokens per prompt.
         prompt_seconds: the shortest prefill time of a prompt in seconds, including the choice of the first new token.
         step_seconds: the time of one decode step of the whole batch in seconds.
-        step_bytes: the size in bytes of the weights, keys and values that a decode step must read.
+        step_bytes: the size in bytes of the weights, keys and values that a decode step must read; of experts, those
+            that a uniform routing is expected to touch.
     """
 
     model: str
@@ -117,9 +142,10 @@ class Speed:
 
 
 def synthetic(decoder: Decoder, group_size: int = 128, xp: Any = np) -> ModelFiles:
-    """Return a model with random AWQ weights, a float16 LM head and embedding, and no tokenizer.
+    """Return a model with random AWQ weights, a float16 LM head, embedding and routers, and no tokenizer.
 
-    ``xp`` is the array module: NumPy, or CuPy to create the weights on the current GPU.
+    Groups have ``group_size`` rows, or the largest common divisor with K. ``xp`` is the array module: NumPy, or CuPy to
+    create the weights on the current GPU.
 
     >>> files, layer = synthetic(SHAPES["qwen3-0.6b"]), SHAPES["qwen3-0.6b"].layers[0]
     >>> files.read_linear(layer.feed_forward.up, layer.name).weight
@@ -127,20 +153,23 @@ def synthetic(decoder: Decoder, group_size: int = 128, xp: Any = np) -> ModelFil
     """
     rng = np.random.default_rng(0)
     words = xp.asarray(rng.integers(-(2**31), 2**31, _POOL_BYTES // 4, np.int32))
+    zeros = words[::-1].copy()
     halves = xp.asarray(rng.standard_normal(_POOL_BYTES // 2, np.float32).astype(np.float16))
 
     def repeated(pool: Array, shape: tuple[int, ...]) -> Array:
         size = math.prod(shape)
-        whole: Array = xp.tile(pool, -(-size // pool.size))
+        whole: Array = xp.tile(pool, -(-size // pool.size)) if size > pool.size else pool
         return whole[:size].reshape(shape)
 
-    def module(k: int, n: int) -> Module:
-        groups = k // group_size
+    def module(linear: LinearSpec) -> Module:
+        k, n = linear.k, linear.n
+        groups = k // math.gcd(k, group_size)
         scales = (xp.abs(repeated(halves, (groups, n))) + np.float16(0.5)) * np.float16(0.1 * k**-0.5)
-        return Module(PackedWeight(repeated(words, (k, n // 8)), scales, repeated(words[::-1], (groups, n // 8))), None)
+        weight = PackedWeight(repeated(words, (k, n // 8)), scales, repeated(zeros, (groups, n // 8)))
+        return Module(weight, scaled((n,), 0.1) if linear.bias else None)
 
     def scaled(shape: tuple[int, ...], scale: float) -> Array:
-        return repeated(halves * np.float16(scale), shape)
+        return repeated(halves, shape) * np.float16(scale)
 
     size = decoder.hidden
     tensors: dict[str, Callable[[], Module | Array]] = {
@@ -149,8 +178,14 @@ def synthetic(decoder: Decoder, group_size: int = 128, xp: Any = np) -> ModelFil
     for name in (decoder.embedding, *([] if decoder.tied else [decoder.head.name])):
         tensors[f"{name}.weight"] = partial(scaled, (decoder.vocab, size), 0.02)
     for layer in decoder.layers:
+        block = layer.feed_forward
         for linear in layer.linears:
-            tensors[f"{layer.name}.{linear.name}"] = partial(module, linear.k, linear.n)
+            tensors[f"{layer.name}.{linear.name}"] = partial(module, linear)
+        if isinstance(block, Experts):
+            for gate in (gate for gate in (block.router.linear, block.shared_gate) if gate is not None):
+                tensors[f"{layer.name}.{gate.name}.weight"] = partial(scaled, (gate.n, gate.k), gate.k**-0.5)
+            if block.router.bias is not None:
+                tensors[f"{layer.name}.{block.router.bias}"] = partial(np.zeros, block.router.linear.n, np.float32)
         for norm in layer.norms:
             tensors[f"{layer.name}.{norm.name}.weight"] = partial(np.ones, norm.size, np.float16)
     return ModelFiles(Path("synthetic"), decoder, tensors, _no_tokenizer)
@@ -166,6 +201,7 @@ def measure(
     batches: tuple[int, ...] = BATCHES,
     prompt_tokens: int = 1024,
     steps: int = 32,
+    layers: int | None = None,
     index: int | None = None,
     progress: Progress | None = None,
 ) -> list[Speed]:
@@ -176,6 +212,7 @@ def measure(
         batches: the batch sizes.
         prompt_tokens: the number of tokens per prompt.
         steps: the number of timed decode steps, which follow the prefill and `WARM_UP_STEPS` warm-up steps.
+        layers: the number of layers of the model that are run, the first ones; None for all.
         index: the device ordinal, or `check.HOST`; by default the current GPU, or the CPU if there is none.
         progress: a callback (number of finished steps, total number of steps), called while the weights are created.
 
@@ -184,7 +221,7 @@ def measure(
     """
     if name not in SHAPES:
         raise ValueError(f"model: expected one of {', '.join(SHAPES)}, got {name!r}")
-    decoder = SHAPES[name]
+    decoder = replace(SHAPES[name], layers=SHAPES[name].layers[:layers])
     place = placement.resolve() if index is None else index
     with placement.use_device(place):
         host = place == HOST
@@ -196,6 +233,17 @@ def measure(
             xp = cupy
         model = build_model(synthetic(decoder, xp=xp), ops, progress)
         return [_measure(name, decoder, model, batch, prompt_tokens, steps) for batch in batches]
+
+
+def _untouched_bytes(decoder: Decoder, batch: int, group_size: int = 128) -> int:
+    """Return the expected size in bytes of the weights of all experts that a decode step does not use."""
+    total = 0.0
+    for block in (layer.feed_forward for layer in decoder.layers if isinstance(layer.feed_forward, Experts)):
+        count, mlp = block.router.linear.n, block.expert
+        values = ((linear.n * linear.k, math.gcd(linear.k, group_size)) for linear in (mlp.gate, mlp.up, mlp.down))
+        expert_bytes = sum(size / 2 + size // group * 5 / 2 for size, group in values)
+        total += (count - expected_touched(batch * block.router.top_k, count)) * expert_bytes
+    return round(total)
 
 
 def _measure(name: str, decoder: Decoder, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
@@ -218,5 +266,6 @@ def _measure(name: str, decoder: Decoder, model: Model, batch: int, prompt_token
             loop.step()
         seconds = (time.perf_counter() - began) / steps
     itemsize = cache.layers[0].k.dtype.itemsize
-    read = model.weight_bytes + count_bytes(decoder.layers, batch, prompt_tokens + steps // 2, itemsize)
+    read = model.weight_bytes - _untouched_bytes(decoder, batch)
+    read += count_bytes(decoder.layers, batch, prompt_tokens + steps // 2, itemsize)
     return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)

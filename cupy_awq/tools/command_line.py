@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "4096x12288 --op gemm_int8",
         "64x64 256x256 --op conv2d --m 1,8,32 --image 14",
         "--model qwen3-8b",
+        "--model qwen3-235b-a22b --layers 4",
     ]
     bench = command("bench", _bench, "time an operation for the shapes of your layers", BENCH, examples)
     add_operation(bench, nargs="*", ms=",".join(map(str, MS)))
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time a model with random weights, such as qwen3-8b, after a prompt of 1024 tokens, for --m sequences"
         " (default: 1,16)",
     )
+    bench.add_argument("--layers", metavar="N", type=parse_count, help="--model: run the first N layers alone")
 
     examples = [
         "4096x12288 12288x4096",
@@ -292,6 +294,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.model is not None:
         return _bench_model(args)
     op = check_operation(args, "bench")
+    refuse(args, "bench: an operation", "layers")
     if op != "gemm":
         refuse(args, f"bench: --op {op}", "dtype")
     if args.kernel and args.batch_invariant:
@@ -317,6 +320,7 @@ def _bench_model(args: argparse.Namespace) -> int:
     rows = speed.measure(
         args.model,
         batches=tuple(args.m or speed.BATCHES),
+        layers=args.layers,
         progress=lambda done, total: _progress("bench", f"layer {done} of {total}"),
     )
     lines = [

@@ -14,11 +14,12 @@ import numpy as np
 from cupy_awq import reference
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
+from cupy_awq.llm.calibrate.dense_weights import DenseWeights, build_operations, read_weights
 from cupy_awq.llm.calibrate.layer_tuning import STEPS, tune_layer
-from cupy_awq.llm.decoder.forward import LayerWeights, Norm, Operation, Projection, list_operations
+from cupy_awq.llm.decoder.forward import Operation
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.states import Cache
-from cupy_awq.llm.families.description import Experts, LayerSpec, LinearSpec, NormSpec
+from cupy_awq.llm.families.description import Experts, LayerSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, ModelFiles
 from cupy_awq.packing import namespace, to_host
 from cupy_awq.quantization import (
@@ -35,6 +36,8 @@ from cupy_awq.weight import PackedWeight
 
 CHECKED_SEQUENCES = 2
 """The number of calibration sequences on which the output error of a decoder layer is measured."""
+FEW_TOKENS = 32
+"""The number of calibration tokens below which the weights of an expert are rounded to nearest."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class QuantizedLayer:
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
             layer has in the original model.
         nearest_output_error: the value of ``output_error`` for rounding to nearest.
+        few_tokens: the number of calibration tokens of each expert that had less than `FEW_TOKENS`, by the name of the
+            expert, such as "mlp.experts.3".
     """
 
     index: int
@@ -58,19 +63,7 @@ class QuantizedLayer:
     errors: Mapping[str, tuple[float, float]]
     output_error: float
     nearest_output_error: float
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The dense weights of a decoder layer.
-
-    Attributes:
-        linears: (weight float32 [N, K], bias or None) by name of the linear layer.
-        norms: the RMSNorm weights by name, in their stored dtype.
-    """
-
-    linears: Mapping[str, tuple[Array, Array | None]]
-    norms: Mapping[str, Array]
+    few_tokens: Mapping[str, int]
 
 
 def quantize_layers(
@@ -96,7 +89,8 @@ def quantize_layers(
         sequences: the token ids of each calibration sequence, none longer than the model's context.
         recipe: the quantization settings for every linear layer.
         scales: whether to search AWQ's channel scales and fold them into the weights.
-        tunes: whether to tune scales and codes on the output of the decoder layer (`layer_tuning`).
+        tunes: whether to tune scales and codes on the output of the decoder layer (`layer_tuning`), unless it has
+            experts.
         ignore: a regular expression. Linear layers with a match in their name, such as "model.layers.0.mlp.up_proj",
             stay dense. None quantizes all.
         finished: the first layers if they are quantized already; they are only run, to compute the inputs of the rest.
@@ -125,13 +119,13 @@ def quantize_layers(
     done = iter(finished)
     for index, layer in enumerate(decoder.layers):
         on_step("read")
-        weights = _read(files, layer, xp)
+        weights = read_weights(files, layer, xp)
         ops = NumpyOps(dataclasses.replace(decoder, layers=(layer,)), expand_weights=True, xp=xp)
         cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
         if (earlier := next(done, None)) is not None:
             on_step("run")
             _advance(ops, weights, hidden, cache, {})
-            _advance(ops, _restore(earlier, xp), tuned, cache, {})
+            _advance(ops, _restore(earlier, weights.router, xp), tuned, cache, {})
             continue
         sites = _list_quantized(layer, ignore)
         try:
@@ -145,7 +139,7 @@ def quantize_layers(
 def _quantize_layer(
     ops: NumpyOps,
     index: int,
-    weights: _Weights,
+    weights: DenseWeights,
     hidden: list[Array],
     tuned: list[Array],
     cache: Cache,
@@ -163,7 +157,7 @@ def _quantize_layer(
     (layer,) = ops.config.layers
     checked = hidden[:CHECKED_SEQUENCES]
     on_step("calibrate")
-    moments = _calibrate(ops, weights, hidden, cache)
+    moments, few_tokens = _calibrate(ops, weights, hidden, cache)
     folded, folded_moments, found = weights, moments, _Scales({}, {})
     if scales:
         on_step("search scales")
@@ -173,8 +167,9 @@ def _quantize_layer(
     del folded_moments  # with scales, as large as `moments`, which is needed below: free them before weights are copied
     dtype = weights.norms[layer.mixer_norm.weight].dtype
     if tuned:
-        on_step("tune")
-        quantized = tune_layer(layer, folded.linears, folded.norms, quantized, tuned, hidden, cache)
+        if not isinstance(layer.feed_forward, Experts):
+            on_step("tune")
+            quantized = tune_layer(layer, folded.linears, folded.norms, quantized, tuned, hidden, cache)
         _advance(ops, _dequantize(folded, quantized, dtype), tuned, cache, {})
     nearest = _quantize(weights, {}, recipe, sites)
     on_step("compare errors")
@@ -187,32 +182,43 @@ def _quantize_layer(
         {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
         {name: to_host(a) for name, a in folded.norms.items()},
         _compare_errors(layer, weights, moments, quantized, nearest, found),
-        *moved,
+        moved[0],
+        moved[1],
+        few_tokens,
     )
 
 
 def _advance(
-    ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: Cache, sums: Mapping[str, MomentSum]
+    ops: NumpyOps, weights: DenseWeights, hidden: list[Array], cache: Cache, sums: Mapping[str, MomentSum]
 ) -> None:
     """Replace each sequence's hidden states by the layer's output; add the inputs of its linear layers to ``sums``."""
-    operations = _build(ops, weights, sums)
+    operations = build_operations(ops, weights, sums)
     for i, h in enumerate(hidden):
         hidden[i] = _run(ops, operations, h, cache)
 
 
-def _calibrate(ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: Cache) -> dict[str, Moments]:
-    """Replace each sequence's hidden states by the layer's output; return the moments of all inputs by site."""
+def _calibrate(
+    ops: NumpyOps, weights: DenseWeights, hidden: list[Array], cache: Cache
+) -> tuple[dict[str, Moments], dict[str, int]]:
+    """Replace each sequence's hidden states by the layer's output.
+
+    Returns the moments of all inputs by site, without those of experts that had few tokens, and
+    `QuantizedLayer.few_tokens`.
+    """
     (layer,) = ops.config.layers
     sums = {site.name: MomentSum() for site in layer.sites}
     _advance(ops, weights, hidden, cache, sums)
-    return {site: total.mean() for site, total in sums.items()}
+    has_experts = isinstance(layer.feed_forward, Experts)
+    few = {site: sums[site.name].tokens for site in layer.sites if has_experts and sums[site.name].tokens < FEW_TOKENS}
+    moments = {site.name: sums[site.name].mean() for site in layer.sites if site not in few}
+    return moments, {site.linears[0].name.rpartition(".")[0]: tokens for site, tokens in few.items()}
 
 
 def _output_error(
-    ops: NumpyOps, weights: _Weights, inputs: Sequence[Array], outputs: Sequence[Array], cache: Cache
+    ops: NumpyOps, weights: DenseWeights, inputs: Sequence[Array], outputs: Sequence[Array], cache: Cache
 ) -> float:
     """Return |f_q(h) - y| / |y - h| of the layer f_q with these weights, for the inputs h and original outputs y."""
-    operations = _build(ops, weights, {})
+    operations = build_operations(ops, weights, {})
     moved = total = 0.0
     for h, y in zip(inputs, outputs, strict=False):
         moved += _sum_squares(_run(ops, operations, h, cache) - y)
@@ -224,60 +230,6 @@ def _sum_squares(a: Array) -> float:
     """Return the sum of all squared elements of an array, added up in float64."""
     columns = np.square(a.reshape(-1, a.shape[-1])).sum(axis=0, dtype=np.float64)
     return float(to_host(columns).sum())  # CuPy compiles a sum of all elements for several seconds
-
-
-def _read(files: ModelFiles, layer: LayerSpec, xp: Any) -> _Weights:
-    """Return the dense weights of a layer. Raises ValueError if a linear layer is already quantized."""
-    linears = {}
-    for linear in layer.linears:
-        part = files.read_linear(linear, layer.name)
-        if isinstance(part, Module):
-            raise ValueError(f"{files.path}: {layer.name}.{linear.name}: expected a dense layer, got a quantized one")
-        bias = None if part.bias is None else xp.asarray(part.bias)
-        linears[linear.name] = xp.asarray(part.weight).astype(np.float32), bias
-    return _Weights(linears, {norm.weight: xp.asarray(files.read_norm(norm, layer.name)) for norm in layer.norms})
-
-
-class _DenseWeights(LayerWeights):
-    """The dense weights of a layer, whose projections add their inputs to the sum of their site in ``sums``, if any."""
-
-    def __init__(self, ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> None:
-        (layer,) = ops.config.layers
-        self._ops, self._weights = ops, weights
-        self._sums = {site.linears: sums[site.name] for site in layer.sites if site.name in sums}
-
-    def norm(self, spec: NormSpec) -> Norm:
-        return Norm(self._ops.prepare_tensor(self._weights.norms[spec.weight]), spec.eps)
-
-    def project(self, *linears: LinearSpec, **options: Any) -> Projection:
-        parts = [DenseLinear(*self._weights.linears[linear.name]) for linear in linears]
-        projection = self._ops.make_projection(parts, **options)
-        return _record(projection, self._sums[linears].add) if linears in self._sums else projection
-
-    def experts(self, spec: Experts) -> Projection:
-        raise ValueError("experts: expected a model without experts, which quantize does not support yet, got experts")
-
-    def order(self, linear: LinearSpec) -> None:
-        return None
-
-    def column_order(self, linear: LinearSpec) -> None:
-        return None
-
-
-def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> list[Operation]:
-    """Return the operations of the layer, which add the inputs of the linear layers to ``sums``, by site."""
-    (layer,) = ops.config.layers
-    return list(list_operations(layer, 0, _DenseWeights(ops, weights, sums)))
-
-
-def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
-    """Return a projection that calls ``add`` with its input before it computes the output."""
-
-    def project(x: Array) -> Array:
-        add(x)
-        return projection(x)
-
-    return project
 
 
 def _run(ops: NumpyOps, operations: Sequence[Operation], h: Array, cache: Cache) -> Array:
@@ -315,13 +267,14 @@ def _list_quantized(layer: LayerSpec, ignore: str | None) -> dict[str, list[str]
 
 def _fold(
     layer: LayerSpec,
-    weights: _Weights,
+    weights: DenseWeights,
     moments: Mapping[str, Moments],
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
-) -> tuple[_Weights, dict[str, Moments], _Scales]:
+) -> tuple[DenseWeights, dict[str, Moments], _Scales]:
     """Search and fold AWQ's channel scales; return the new weights, the moments of the scaled inputs, the scales."""
-    attention, scaled = layer.mixer, [site for site in layer.sites if site.name in sites]
+    attention = layer.mixer
+    scaled = [site for site in layer.sites if site.name in sites and site.name in moments and site.source is not None]
     tied = attention.kv_heads, attention.heads // attention.kv_heads, attention.head_dim
     columns = {
         site.name: search_channel_scales(
@@ -340,18 +293,18 @@ def _fold(
         if isinstance(source, NormSpec):
             norm = norms[source.weight]
             norms[source.weight], columns[site.name] = folding.divide_norm(norm, t, norm.dtype)
-        else:
+        elif source is not None:
             rows[source.name] = folding.value_scales(t, tied) if source == attention.v else t
         for name in (linear.name for linear in site.linears):
             linears[name] = folding.scale_columns(linears[name][0], columns[site.name]), linears[name][1]
     for name, t in rows.items():
         linears[name] = folding.divide_rows(*linears[name], t)
-    folded = {site: moments[site].rescale(t) for site, t in columns.items()}
-    return _Weights(linears, norms), folded, _Scales(columns, rows)
+    folded = {**moments, **{site: moments[site].rescale(t) for site, t in columns.items()}}
+    return DenseWeights(linears, norms, weights.router), folded, _Scales(columns, rows)
 
 
 def _quantize(
-    weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
+    weights: DenseWeights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
 ) -> dict[str, QuantizedRows]:
     """Return the quantized weights of a decoder layer by name; a site without moments is rounded to nearest."""
     result = {}
@@ -366,16 +319,16 @@ def _quantize(
     return result
 
 
-def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> _Weights:
+def _dequantize(weights: DenseWeights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> DenseWeights:
     """Return the weights with which the written model computes: dequantized, or rounded to ``dtype`` if dense."""
     linears = {}
     for name, (w, bias) in weights.linears.items():
         values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)
         linears[name] = values, None if bias is None else bias.astype(dtype)
-    return _Weights(linears, weights.norms)
+    return DenseWeights(linears, weights.norms, weights.router)
 
 
-def _restore(layer: QuantizedLayer, xp: Any) -> _Weights:
+def _restore(layer: QuantizedLayer, router: Mapping[str, Array], xp: Any) -> DenseWeights:
     """Return the dequantized weights of a finished layer."""
     linears = {}
     for name, part in layer.linears.items():
@@ -385,12 +338,12 @@ def _restore(layer: QuantizedLayer, xp: Any) -> _Weights:
         else:
             w = part.weight.astype(np.float32)
         linears[name] = xp.asarray(w), None if part.bias is None else xp.asarray(part.bias)
-    return _Weights(linears, {name: xp.asarray(a) for name, a in layer.norms.items()})
+    return DenseWeights(linears, {name: xp.asarray(a) for name, a in layer.norms.items()}, router)
 
 
 def _compare_errors(
     layer: LayerSpec,
-    original: _Weights,
+    original: DenseWeights,
     moments: Mapping[str, Moments],
     quantized: Mapping[str, QuantizedRows],
     nearest: Mapping[str, QuantizedRows],
@@ -398,7 +351,7 @@ def _compare_errors(
 ) -> dict[str, tuple[float, float]]:
     """Return `QuantizedLayer.errors`, computed from the weights and inputs of the original model."""
     errors = {}
-    for site in layer.sites:
+    for site in (site for site in layer.sites if site.name in moments):
         second = moments[site.name].second
         for name in (linear.name for linear in site.linears if linear.name in quantized):
             w = original.linears[name][0]

@@ -82,8 +82,9 @@ def quantize(
     """Quantize the decoder layers of a model to 4 bits and write the model, with a report, to a new folder.
 
     Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
-    table and the output head are not quantized. Of the source's other files, those of `model_folder.COPIED` are copied.
-    No file has a permission that its source does not have.
+    table, the output head, routers and gates of shared experts are not quantized. Experts to which the router sends few
+    calibration tokens are rounded to nearest, and the report names them. Of the source's other files, those of
+    `model_folder.COPIED` are copied. No file has a permission that its source does not have.
 
     Args:
         path: a Hugging Face folder of a model with dense weights.
@@ -294,6 +295,7 @@ def _describe(layer: QuantizedLayer) -> dict[str, Any]:
         "errors": dict(layer.errors),
         "output_error": layer.output_error,
         "nearest_output_error": layer.nearest_output_error,
+        "few_tokens": dict(layer.few_tokens),
     }
 
 
@@ -306,8 +308,8 @@ def _load_layer(work: UnfinishedWork, report: Mapping[str, Any], layer: LayerSpe
         is_dense = "weight" in parts
         linears[name] = DenseLinear(parts["weight"], parts.get("bias")) if is_dense else _module(parts, symmetric=False)
     norms = {name.removeprefix("norm/"): a for name, a in tensors.items() if name.startswith("norm/")}
-    errors = report["errors"], report["output_error"], report["nearest_output_error"]
-    return QuantizedLayer(report["layer"], linears, norms, *errors)
+    figures = (report[key] for key in ("errors", "output_error", "nearest_output_error", "few_tokens"))
+    return QuantizedLayer(report["layer"], linears, norms, *figures)
 
 
 def _list_parts(tensors: Mapping[str, Any], name: str) -> dict[str, Any]:

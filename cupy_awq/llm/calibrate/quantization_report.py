@@ -20,7 +20,7 @@ class Report:
 
     Attributes:
         method, group_size: the settings of `quantize`.
-        layers: a dictionary for each layer: its index "layer", and the "errors", "output_error" and
+        layers: a dictionary for each layer: its index "layer", and the "errors", "output_error", "few_tokens" and
             "nearest_output_error" of `QuantizedLayer`.
         perplexities: the perplexity of the evaluation text for the models "16-bit", "rtn" and "result"; empty without
             a text.
@@ -47,6 +47,9 @@ class Report:
             nearest, result = (sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1))
             outputs = f"{layer['nearest_output_error']:7.2%} -> {layer['output_error']:7.2%}"
             lines.append(f"{layer['layer']:5}   {outputs:20}  {nearest:.5f} -> {result:.5f}")
+        for layer in self.layers:
+            if few := ", ".join(f"{name} ({tokens})" for name, tokens in layer["few_tokens"].items()):
+                lines.append(f"layer {layer['layer']}: rounded to nearest for few calibration tokens: {few}")
         for name, perplexity in self.perplexities.items():
             lines.append(f"perplexity {name:7} {perplexity:9.4f}")
         memory = [f"{value / 1e9:.2f} GB ({name})" for name, value in self.memory_bytes.items() if value is not None]

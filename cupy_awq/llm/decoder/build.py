@@ -96,19 +96,20 @@ class _FileWeights(LayerWeights):
         return self._ops.make_projection(parts, **options)
 
     def experts(self, spec: Experts) -> Projection:
-        router, bias = self._read(spec.router.linear), spec.router.bias
+        name, bias = self._layer.name, spec.router.bias
+        router = self._files.read_linear(spec.router.linear, name)
         correction = None
         if bias is not None:
-            correction = self._files.read_tensor(f"{self._layer.name}.{bias}", (spec.router.linear.n,))
+            correction = self._files.read_tensor(f"{name}.{bias}", (spec.router.linear.n,))
         experts = [(self._read(mlp.gate), self._read(mlp.up), self._read(mlp.down)) for mlp in spec.mlps]
         shared = None if spec.shared is None else experts.pop()
-        shared_gate = None if spec.shared_gate is None else self._read(spec.shared_gate)
+        shared_gate = None if spec.shared_gate is None else self._files.read_linear(spec.shared_gate, name)
         parts = [router, *(part for mlp in (*experts, shared or ()) for part in mlp)]
         self.nbytes += sum(part.weight.nbytes for part in parts)
         try:
             return self._ops.make_experts(spec, router, correction, experts, shared, shared_gate)
         except ValueError as error:
-            raise ValueError(f"{self._files.path}: {self._layer.name}: {error}") from None
+            raise ValueError(f"{self._files.path}: {name}: {error}") from None
 
     def order(self, linear: LinearSpec) -> npt.NDArray[np.int32] | None:
         part = self._read(linear)

@@ -25,12 +25,12 @@ from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import cuda_experts, states, upload
-from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, MlpWeights, StepLogits
+from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache
-from cupy_awq.llm.families.description import Decoder, Experts
+from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
@@ -208,47 +208,10 @@ class CudaOps(DecoderOps):
 
         return project
 
-    def make_experts(
-        self,
-        spec: Experts,
-        router: Linear,
-        bias: npt.NDArray[Any] | None,
-        experts: Sequence[MlpWeights],
-        shared: MlpWeights | None,
-        shared_gate: Linear | None,
-    ) -> Projection:
+    def make_experts(self, *parts: Any) -> Projection:
         if self._batch_invariant:
             raise ValueError("batch_invariant: expected False for a mixture of experts on a GPU, got True")
-        logits, own = self._logits(spec.router.linear.name, router), None
-        if shared is not None and shared_gate is not None and spec.shared is not None:
-            gate = self._logits("the gate of the shared expert", shared_gate)
-            own = cuda_experts.make_gated(spec.shared, shared, gate)
-        elif shared is not None:
-            gate_up, down = self.make_projection(shared[:2], gated=True), self.make_projection(shared[2:])
-
-            def own(x: Array) -> Array:
-                return down(gate_up(x))
-
-        return cuda_experts.make_experts(spec, logits, bias, experts, own)
-
-    def _logits(self, name: str, part: Linear) -> Projection:
-        """Return a dense linear layer with float32 results, whose float32 weight is not rounded to 16 bits.
-
-        A weight that 16 bits do not hold is the sum of two weights. Raises ValueError for a quantized layer.
-        """
-        if not isinstance(part, DenseLinear):
-            raise ValueError(f"{name}: expected a dense linear layer on a GPU, got a quantized one")
-        high = part.weight.astype(self.dtype)
-        low = (part.weight.astype(np.float32) - high.astype(np.float32)).astype(self.dtype)
-        if not low.any():
-            return self._dense(part, np.dtype(np.float32))
-        both = self._dense(DenseLinear(np.concatenate([high, low]), None), np.dtype(np.float32))
-
-        def project(x: Array) -> Array:
-            y = both(x)
-            return y[..., : len(high)] + y[..., len(high) :]
-
-        return project
+        return cuda_experts.make_experts(self, self.dtype, *parts)
 
     def make_head(self, part: Linear) -> Projection:
         if not isinstance(part, Module):

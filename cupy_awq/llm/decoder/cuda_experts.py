@@ -12,29 +12,32 @@ import numpy.typing as npt
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.llm.decoder import upload
-from cupy_awq.llm.decoder.backend import MlpWeights
+from cupy_awq.llm.decoder.backend import DecoderOps, MlpWeights
 from cupy_awq.llm.decoder.forward import Projection
 from cupy_awq.llm.families.description import Experts, LinearSpec, Mlp
-from cupy_awq.llm.files.model_files import Linear
+from cupy_awq.llm.files.model_files import DenseLinear, Linear
 from cupy_awq.ops.experts import moe, topk
 from cupy_awq.ops.packed_experts import PackedExperts
 
 
 def make_experts(
+    ops: DecoderOps,
+    dtype: np.dtype[Any],
     spec: Experts,
-    logits: Projection,
+    router: Linear,
     bias: npt.NDArray[Any] | None,
     experts: Sequence[MlpWeights],
-    shared: Projection | None,
+    shared: MlpWeights | None,
+    shared_gate: Linear | None,
 ) -> Projection:
-    """Return the function from x to the result of a mixture of experts; see `DecoderOps.make_experts`.
+    """Return the function from x, of a dtype, to a mixture of experts; see `DecoderOps.make_experts`.
 
-    ``logits`` is the linear layer of the router, with float32 results, and ``shared`` the shared expert with its gate.
-    Raises ValueError unless the experts have 4-bit codes of one form.
+    Raises ValueError unless the experts have 4-bit codes of one form, and the router and gate are dense.
     """
     import cupy
 
-    options = spec.router
+    options, logits = spec.router, _make_logits(ops, dtype, spec.router.linear, router)
+    own = _make_shared(ops, dtype, spec, shared, shared_gate)
     gate_up, down = _stack_mlps([spec.mlp(i) for i in range(len(experts))], experts)
     correction = None if bias is None else cupy.asarray(bias.astype(np.float32))
 
@@ -49,23 +52,44 @@ def make_experts(
             groups=options.groups,
             scale=options.scale,
         )
-        y = moe(rows, ids, weights, gate_up, down, shared=None if shared is None else shared(rows))
+        y = moe(rows, ids, weights, gate_up, down, shared=None if own is None else own(rows))
         return y.reshape(x.shape)
 
     return mix
 
 
-def make_gated(spec: Mlp, weights: MlpWeights, logits: Projection) -> Projection:
-    """Return the function sigmoid(logits(x)) * mlp(x) of rows of x: a mixture of one expert, whose weight is the gate.
+def _make_shared(
+    ops: DecoderOps, dtype: np.dtype[Any], spec: Experts, weights: MlpWeights | None, gate: Linear | None
+) -> Projection | None:
+    """Return the function from rows of x to the result of the shared expert, if there is one, times its gate.
 
-    ``logits`` has float32 results [M, 1]. Raises ValueError unless the MLP has 4-bit codes of one form.
+    With a gate it is a mixture of one expert, whose weight is the sigmoid of the gate's logit.
     """
-    gate_up, down = _stack_mlps([spec], [weights])
+    if weights is None or spec.shared is None:
+        return None
+    if gate is None or spec.shared_gate is None:
+        project, leave = ops.make_projection(weights[:2], gated=True), ops.make_projection(weights[2:])
+        return lambda x: leave(project(x))
+    logits = _make_logits(ops, dtype, spec.shared_gate, gate)
+    gate_up, down = _stack_mlps([spec.shared], [weights])
+    return lambda x: moe(x, *topk(logits(x), 1, renormalize=False, scoring="sigmoid"), gate_up, down)
 
-    def mix(x: Array) -> Array:
-        return moe(x, *topk(logits(x), 1, renormalize=False, scoring="sigmoid"), gate_up, down)
 
-    return mix
+def _make_logits(ops: DecoderOps, dtype: np.dtype[Any], spec: LinearSpec, part: Linear) -> Projection:
+    """Return a dense linear layer with float32 results. A float32 weight is the sum of two weights of ``dtype``."""
+    if not isinstance(part, DenseLinear):
+        raise ValueError(f"{spec.name}: expected a dense linear layer on a GPU, got a quantized one")
+    high = part.weight.astype(dtype)
+    low = (part.weight.astype(np.float32) - high.astype(np.float32)).astype(dtype)
+    if not low.any():
+        return ops.make_head(part)
+    both = ops.make_head(DenseLinear(np.concatenate([high, low]), None))
+
+    def project(x: Array) -> Array:
+        y = both(x)
+        return y[:, : spec.n] + y[:, spec.n :]
+
+    return project
 
 
 def _stack_mlps(specs: Sequence[Mlp], mlps: Sequence[MlpWeights]) -> tuple[PackedExperts, PackedExperts]:

@@ -24,6 +24,7 @@ from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from cupy_awq.llm.decoder.states import Cache, LayerState, Pages, Past, Run
 from cupy_awq.llm.families.description import Decoder, Experts
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.packing import namespace, to_host
 
 Array = npt.NDArray[Any]
 
@@ -107,7 +108,8 @@ class NumpyOps(DecoderOps):
 
         logits, mlps = self.make_projection([router]), list(map(mlp, experts))
         own = None if shared is None else mlp(shared)
-        return mix_experts(spec, logits, bias, mlps, own, shared_gate and self.make_projection([shared_gate]))
+        gate = None if shared_gate is None else self.make_projection([shared_gate])
+        return mix_experts(spec, logits, bias, mlps, own, gate)
 
     def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
@@ -274,14 +276,16 @@ def mix_experts(
     """Return the function from x to a mixture of experts, for functions from rows of x, float32 [M, hidden]."""
     options = spec.router
     choice = TopK(options.top_k, options.renormalize, options.scoring, options.groups or (1, 1), options.scale)
-    correction = None if bias is None else bias.astype(np.float32)
+    correction = None if bias is None else to_host(bias).astype(np.float32)
 
     def mix(x: Array) -> Array:
         rows = x.reshape(-1, x.shape[-1])
-        ids, weights = expert_reference.choose_experts(logits(rows), choice, correction)
+        xp = namespace(rows)
+        ids, host_weights = expert_reference.choose_experts(to_host(logits(rows)), choice, correction)
+        weights = xp.asarray(host_weights)
         terms = np.zeros_like(rows, shape=(*ids.shape, rows.shape[1]))
         for expert in map(int, np.unique(ids)):
-            tokens, slots = np.nonzero(ids == expert)
+            tokens, slots = map(xp.asarray, np.nonzero(ids == expert))
             terms[tokens, slots] = mlps[expert](rows[tokens]) * weights[tokens, slots, None]
         y = np.zeros_like(rows)
         for slot in range(options.top_k):  # the order of the kernels' additions

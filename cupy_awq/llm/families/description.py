@@ -184,12 +184,13 @@ class Site:
         name: "qkv", "o", "gate_up" or "down"; for experts, the last two with the index of the expert.
         linears: the linear layers.
         source: the RMSNorm whose output is x; or the linear layer such that column i of x is proportional to its
-            column i (for the output projection, to column i of a head that several query heads share).
+            column i (for the output projection, to column i of a head that several query heads share); or None for x
+            that other experts and the router share.
     """
 
     name: str
     linears: tuple[LinearSpec, ...]
-    source: NormSpec | LinearSpec
+    source: NormSpec | LinearSpec | None
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,8 @@ class LayerSpec:
             Site("o", (attention.o,), attention.v),
         ]
         for suffix, mlp in mlps.items():
-            sites.append(Site(f"gate_up{suffix}", (mlp.gate, mlp.up), self.feed_forward_norm))
+            source = None if suffix else self.feed_forward_norm
+            sites.append(Site(f"gate_up{suffix}", (mlp.gate, mlp.up), source))
             sites.append(Site(f"down{suffix}", (mlp.down,), mlp.up))
         return tuple(sites)
 
