@@ -19,6 +19,7 @@ _MODULES = {
     "BlockQuantizedWeight": "block_weight",
     "Checkpoint": "loader",
     "CheckpointError": "checkpoint",
+    "MoeLayer": "ops.moe_layer",
     "PackedExperts": "ops.packed_experts",
     "PackedWeight": "weight",
     "Plan": "ops.plan",

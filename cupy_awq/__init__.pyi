@@ -21,6 +21,7 @@ from cupy_awq.ops.gemm import gemm as gemm
 from cupy_awq.ops.gemm import gemv as gemv
 from cupy_awq.ops.int_to_fp16 import dequantize_s4_to_fp16x2 as dequantize_s4_to_fp16x2
 from cupy_awq.ops.int_to_fp16 import int8_to_fp16 as int8_to_fp16
+from cupy_awq.ops.moe_layer import MoeLayer as MoeLayer
 from cupy_awq.ops.packed_experts import PackedExperts as PackedExperts
 from cupy_awq.ops.plan import Plan as Plan
 from cupy_awq.ops.plan import plan as plan

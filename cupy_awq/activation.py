@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 F32 = np.float32
+LIMIT, SLOPE = F32(7), F32(1.702)
+"""The bound of gate and up, and the factor in the sigmoid, of the kind "clampedsilu", the SwiGLU of gpt-oss."""
 
 
 class Activation(NamedTuple):
     """The activation that an epilogue applies to x @ W + bias, with its parameters."""
 
     kind: str | None = None
-    """The name of the function: a key of `FUNCTIONS`, "clamp" (to ``limits``), or None for the identity."""
+    """The name of the function: a key of `FUNCTIONS`, "clamp" (to ``limits``), "clampedsilu", or None (identity)."""
     limits: tuple[float, float] = (0.0, 0.0)
     """The bounds (low, high) of "clamp"; unused by other kinds."""
     gated: bool = False
@@ -34,6 +36,9 @@ class Activation(NamedTuple):
         """
         if self.gated:
             half = v.shape[1] // 2
+            if self.kind == "clampedsilu":
+                gate, up = np.minimum(v[:, :half], LIMIT), np.clip(v[:, half:], -LIMIT, LIMIT)
+                return gate / (F32(1) + np.exp(-SLOPE * gate)) * (up + F32(1))
             return self._replace(gated=False)(v[:, :half]) * v[:, half:]
         if self.kind == "clamp":
             return np.clip(v, F32(self.limits[0]), F32(self.limits[1]))

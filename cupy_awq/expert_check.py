@@ -11,7 +11,11 @@ from cupy_awq import check, check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.check import FLOAT32, FLOATS, HOST, INT32, StridedArray
 
-EXPERT_ACTIVATIONS = {"swiglu": Activation("silu", gated=True), "geglu": Activation("gelu", gated=True)}
+EXPERT_ACTIVATIONS = {
+    "swiglu": Activation("silu", gated=True),
+    "geglu": Activation("gelu", gated=True),
+    "clamped_swiglu": Activation("clampedsilu", gated=True),
+}
 """The activations between the two projections of an expert, by name."""
 SCORINGS = ("softmax", "sigmoid")
 """The functions that turn router logits into scores, by name."""
@@ -129,7 +133,7 @@ def validate_expert_activation(activation: Any, required: bool) -> Activation:
     if not isinstance(activation, str) or activation not in EXPERT_ACTIVATIONS:
         error = ValueError if isinstance(activation, str) else TypeError
         got = check_scalar.shorten(activation)
-        raise error(f"activation: expected {' or '.join(EXPERT_ACTIVATIONS)}, got {got}")
+        raise error(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, got {got}")
     return EXPERT_ACTIVATIONS[activation]
 
 

@@ -53,6 +53,9 @@ def gated(v: Array, activation: str) -> Array:
     if activation == "swiglu":
         return float64_epilogue(v, "swiglu", 0.0)
     gate, up = np.split(v, 2, axis=1)
+    if activation == "clamped_swiglu":
+        gate = np.minimum(gate, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
     return float64_epilogue(gate, "gelu", 0.0) * up
 
 

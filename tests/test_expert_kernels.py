@@ -55,6 +55,7 @@ def check_product(
     here: Device,
     rng: np.random.Generator,
     bias: str | None = None,
+    size: float = 1.0,
 ) -> None:
     """Launch one configuration on random data, with NaN wherever it must write, and check y."""
     weight = random_experts(
@@ -64,11 +65,11 @@ def check_product(
     tokens = problem.pairs // problem.top_k
     ids = rng.integers(-1 if problem.rows != "sorted" else 0, problem.experts, (tokens, problem.top_k)).astype(np.int32)
     rows = problem.pairs if problem.x_divisor == 1 else tokens
-    x = rng.standard_normal((rows, problem.k)).astype(DTYPES[problem.dtype])
+    x = (size * rng.standard_normal((rows, problem.k))).astype(DTYPES[problem.dtype])
     scale = rng.uniform(0.5, 1.5, problem.pairs).astype(np.float32)
     fragments, form = repack_experts(run, weight, here)
     problem = replace(problem, scale_exponent=form.scale_exponent, bias_dtype=bias)
-    activation = {None: None, "silu": "swiglu", "gelu": "geglu"}[problem.activation]
+    activation = {None: None, "silu": "swiglu", "gelu": "geglu", "clampedsilu": "clamped_swiglu"}[problem.activation]
     expected = float64_rows(np.repeat(x, problem.x_divisor, 0), ids.reshape(-1), weight, activation)
     if problem.row_weights:
         expected = expected * scale[:, None]
@@ -112,7 +113,7 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
         block=data.draw(st.sampled_from([8, 16, 32, 48, 64])),
         top_k=top_k,
         x_divisor=data.draw(st.sampled_from([1, top_k])) if rows != "tokens" else 1,
-        activation=data.draw(st.sampled_from(["silu", "gelu"])) if gated else None,
+        activation=data.draw(st.sampled_from(["silu", "gelu", "clampedsilu"])) if gated else None,
         gated=gated,
         row_weights=data.draw(st.booleans()),
         shared=rows == "tokens" and data.draw(st.booleans()),
@@ -136,6 +137,18 @@ def test_every_tile(backend: str, block: int) -> None:
     for family, config in mma_candidates(problem, here):
         if config.block_m == block:
             check_product(runner(backend), problem, (family, config), here, np.random.default_rng(block))
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
+@pytest.mark.parametrize("family", MMA_FAMILIES, ids=lambda family: family.NAME)
+def test_clamped_swiglu_of_large_values(backend: str, family: AnyFamily) -> None:
+    """Most gates and ups are beyond the limits of the clamped SwiGLU."""
+    here = replace(facts(80, backend), sm_count=2)
+    problem = ExpertProduct(
+        "sorted", 20, 3, 64, 128, 64, block=16, activation="clampedsilu", gated=True, layout="fragments"
+    )
+    choice = family, family.configs(problem, here)[0]
+    check_product(runner(backend), problem, choice, here, np.random.default_rng(0), "float32", size=30)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

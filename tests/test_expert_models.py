@@ -3,28 +3,40 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from cupy_awq import llm
-from cupy_awq.check import BFLOAT16, FLOAT16
+from cupy_awq import MoeLayer, PackedExperts, llm
+from cupy_awq.check import BFLOAT16, FLOAT16, HOST
 from cupy_awq.kernels import select
 from cupy_awq.llm.decoder.build import build_model
-from cupy_awq.ops import experts, packed_experts
+from cupy_awq.ops import experts, moe_layer, packed_experts
 from cupy_awq.runtime import arrays, device
 from tests import llm_models, simt
 from tests.backends import runner
-from tests.experts import repack_experts, run_steps
+from tests.experts import error_of, float64_layer, random_experts, repack_experts, run_steps
 from tests.golden_models import FILE, IDS, write_quantized
 from tests.test_llm_device import SimulatedOps, simulated, simulated_logits
 
 __all__ = ["simulated"]
 NOWHERE = -7
 """A device ordinal that no array has: with it in place of HOST, operations on NumPy arrays launch kernels."""
+
+
+class Launcher(NamedTuple):
+    """A kernel of the simulator with the interface of a loaded one."""
+
+    buffers: tuple[str, ...]
+    launch: Callable[[tuple[int, ...], int], None]
+
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
+        self.launch(addresses, stream)
 
 
 @pytest.fixture
@@ -44,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, simulated: None) -> list[str]:
         return repack_experts(runner("latest"), parts, here)
 
     monkeypatch.setattr(arrays, "is_aligned", lambda *some: True)
-    monkeypatch.setattr(arrays, "address", lambda a: a.ctypes.data)
+    monkeypatch.setattr(arrays, "address", lambda a: 0 if a is None else a.ctypes.data)
     monkeypatch.setattr(experts, "HOST", NOWHERE)
     monkeypatch.setattr(packed_experts, "HOST", NOWHERE)
     monkeypatch.setattr(packed_experts, "_repack", repack)
@@ -70,3 +82,47 @@ def test_logits_of_all_kernels_are_those_of_transformers(
     found, wanted = simulated_logits(model, IDS[:4], 3), np.load(FILE)[family][:4]
     assert np.abs(found - wanted).max() <= (0.01 if dtype == FLOAT16 else 0.08) * np.abs(wanted).max()
     assert {"choose_experts", "expert_gemm"} <= set(launched)
+
+
+@pytest.mark.parametrize("m", [0, 1, 9])
+def test_a_plan_fills_the_same_array_for_new_contents(
+    monkeypatch: pytest.MonkeyPatch, launched: list[str], m: int
+) -> None:
+    """The launches get the addresses of the arrays, and of the plan's memory between them."""
+    rng, memory = np.random.default_rng(m), []
+
+    def allocate(nbytes: int, on_current_stream: bool) -> np.ndarray:
+        memory.append(np.full(nbytes, 255, np.uint8))
+        return memory[-1]
+
+    def load(plan: Any, index: int) -> Any:
+        def launch(addresses: tuple[int, ...], stream: int) -> None:
+            simt.run(plan, dict(zip(plan.buffers, map(find, addresses), strict=True)))
+
+        return Launcher(tuple(plan.buffers), launch)
+
+    def find(address: int) -> np.ndarray | None:
+        begin = memory[0].ctypes.data
+        inside = begin <= address < begin + memory[0].nbytes
+        return memory[0][address - begin :] if inside else known.get(address)
+
+    monkeypatch.setattr(moe_layer, "HOST", NOWHERE)
+    monkeypatch.setattr(moe_layer, "get_launcher", load)
+    monkeypatch.setattr("cupy_awq.runtime.workspace.allocate_zeros", allocate)
+    with monkeypatch.context() as on_the_cpu:
+        on_the_cpu.setattr(packed_experts, "HOST", HOST)
+        weights = random_experts(rng, 3, 64, 128, 32), random_experts(rng, 3, 64, 64, 32)
+    packed = [PackedExperts(w.qweight, w.scales, w.qzeros, keep_weight=True) for w in weights]
+    x, shared, out = (rng.standard_normal((m, 64)).astype(np.float16) for _ in range(3))
+    ids, scale = np.zeros((m, 2), np.int32), np.ones((m, 2), np.float32)
+    arrays_of = [x, shared, out, ids, scale, *(a for w in packed for a in w.buffers.values() if a is not None)]
+    known = {a.ctypes.data: a.reshape(-1) for a in arrays_of}
+    stream = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0))
+    monkeypatch.setattr(sys.modules["cupy"], "cuda", stream)
+    plan = MoeLayer(*packed).plan(x, ids, scale, shared=shared, out=out)
+    assert bool(plan.kernels) == (m > 0)
+    for _ in range(2):
+        ids[:], scale[:] = rng.integers(-1, 4, (m, 2)), rng.uniform(0, 1, (m, 2))
+        out[:] = np.nan
+        assert plan() is out
+        assert m == 0 or error_of(out, float64_layer(x, ids, scale, *weights, "swiglu", shared)) < 2e-3

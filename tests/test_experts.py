@@ -34,7 +34,7 @@ def test_moe_is_the_weighted_sum_of_experts(data: st.DataObject) -> None:
     ids = rng.integers(0, data.draw(st.sampled_from([1, experts])), (m, top_k)).astype(np.int32)
     weights, x = rng.uniform(0, 1, (m, top_k)).astype(np.float32), rng.standard_normal((m, 64)).astype(dtype)
     shared = rng.standard_normal((m, 24)).astype(dtype) if data.draw(st.booleans()) else None
-    activation = data.draw(st.sampled_from(["swiglu", "geglu"]))
+    activation = data.draw(st.sampled_from(["swiglu", "geglu", "clamped_swiglu"]))
     out = np.full((m, 24), np.nan, dtype)
     y = cupy_awq.moe(x, ids, weights, gate_up, down, activation=activation, shared=shared, out=out)
     assert y is out
@@ -122,7 +122,7 @@ def valid() -> dict[str, Any]:
         ("gate_up", None, TypeError, "gate_up: expected a PackedExperts, got NoneType"),
         ("down", random_experts(np.random.default_rng(0), 4, 16, 24, 16), ValueError, "down: expected 3 experts"),
         ("down", random_experts(np.random.default_rng(0), 3, 32, 24, 16), ValueError, "down: expected 3 experts"),
-        ("activation", "relu", ValueError, "activation: expected swiglu or geglu, got 'relu'"),
+        ("activation", "relu", ValueError, "activation: expected one of swiglu, geglu, clamped_swiglu, got 'relu'"),
         ("activation", None, TypeError, "activation: expected"),
         ("shared", np.zeros((2, 16), np.float16), ValueError, "shared: expected float16 [2, 24]"),
         ("out", np.zeros((2, 24), np.float32), TypeError, "out: expected float16 [2, 24]"),

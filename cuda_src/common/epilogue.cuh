@@ -2,13 +2,15 @@
 // The epilogue of every GEMM and convolution kernel, computed in float32 and rounded once:
 //   y = activation(accumulator + bias) + residual
 //   y = activation(gate accumulator + gate bias) * (up accumulator + up bias) + residual      if GATED
+// kClampedsilu is that of gpt-oss, for GATED alone: g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and
+// u = min(max(up, -7), 7).
 //
 // To add an activation, follow "How to add an activation to every kernel" in .github/contributing/activation.md.
 #pragma once
 
 #include "common/types.cuh"
 
-enum class Activation { kNone, kClamp, kSilu, kGelu };
+enum class Activation { kNone, kClamp, kSilu, kGelu, kClampedsilu };
 
 // What an epilogue computes, with the host's constants as EpilogueOptions<BIAS, Activation::ACTIVATION, GATED,
 // HAS_BIAS, HAS_RESIDUAL>. The Config of a kernel inherits its options.
@@ -40,6 +42,9 @@ template <class T, class Options> struct Epilogue {
     } else if constexpr (Options::kActivation == Activation::kGelu) {
       const float inner = 0.7978845608028654f * (value + 0.044715f * value * value * value);
       return 0.5f * value * (1.0f + tanhf(inner));
+    } else if constexpr (Options::kActivation == Activation::kClampedsilu) {
+      const float gate = value > 7.0f ? 7.0f : value;
+      return gate / (1.0f + expf(-1.702f * gate));
     } else {
       static_assert(Options::kActivation == Activation::kNone, "activate() lacks a case of Activation");
       return value;
@@ -65,7 +70,11 @@ template <class T, class Options> struct Epilogue {
 
   // Returns activation(gate + gate bias) * (up + up bias) for a gate and an up accumulator.
   __device__ __forceinline__ float product(float gate, float up, int column) const {
-    return activate(biased(gate, column)) * biased(up, column + n / 2);
+    float linear = biased(up, column + n / 2);
+    if constexpr (Options::kActivation == Activation::kClampedsilu) {
+      linear = (linear < -7.0f ? -7.0f : linear > 7.0f ? 7.0f : linear) + 1.0f;
+    }
+    return activate(biased(gate, column)) * linear;
   }
 
   // Returns the element of y for an accumulator.

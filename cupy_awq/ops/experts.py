@@ -117,7 +117,8 @@ def moe(
         topk_weights: float32 [M, top_k], contiguous.
         gate_up: the weights of both projections, E experts [K, 2 * width], gate first.
         down: the weights of E experts [width, N].
-        activation: "swiglu" (silu) or "geglu" (GELU in the tanh form).
+        activation: "swiglu" (silu); "geglu" (GELU in the tanh form), as in Gemma 4; or "clamped_swiglu", as in gpt-oss:
+            h = g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = min(max(up, -7), 7).
         shared: array [M, N] of x's dtype to add, such as the result of a shared expert, or None.
         out: array [M, N] of x's dtype to fill and return; it may be ``shared``.
 
@@ -135,15 +136,37 @@ def moe(
     >>> moe(np.full((1, 64), -0.0625, np.float16), ids, weights, gate_up, down)[0, :2]
     array([220., 220.], dtype=float16)
     """
-    check_experts(gate_up, "gate_up")
-    check_experts(down, "down")
     x, topk_ids, topk_weights, shared, out = arrays.views(
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared=shared, out=out
     )
-    expert_check.validate_layer(gate_up.spec, down.spec)
+    form, shape = validate_moe(x, topk_ids, topk_weights, gate_up, down, activation, shared, out)
+    index, element = gate_up.spec.weight.device, x.dtype
+    if index == HOST:
+        y = expert_reference.mix_experts(x, topk_ids, topk_weights, gate_up, down, form, shared)
+        return arrays.deliver(y, out)
+    with placement.use_device(index):
+        y = _aligned_result(out, shape, element, index)
+        if len(x):
+            x, shared = readable(x), None if shared is None else readable(shared)
+            routing = contiguous(topk_ids), contiguous(topk_weights)
+            _launch(*plan_moe(x, *routing, gate_up, down, form, shared, y), index)
+        return arrays.deliver(y, out)
+
+
+def validate_moe(
+    x: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: str,
+    shared: Array | None,
+    out: Array | None,
+) -> tuple[Activation, tuple[int, int]]:
+    """Validate the arguments of `moe` and return the activation and the shape of y. Raises the errors of `moe`."""
+    form = validate_layer(gate_up, down, activation)
     element = expert_check.validate_rows(x, gate_up.spec)
-    top_k = expert_check.validate_routing(topk_ids, topk_weights, len(x), gate_up.spec)
-    form = expert_check.validate_expert_activation(activation, required=True)
+    expert_check.validate_routing(topk_ids, topk_weights, len(x), gate_up.spec)
     index, shape = gate_up.spec.weight.device, (len(x), down.spec.weight.n)
     for name, a in (("shared", shared), ("out", out)):
         if a is not None:
@@ -151,31 +174,44 @@ def moe(
     if out is not None:
         check.validate_out(out, shape, element, index)
         overlap.validate_disjoint(out, x=x, topk_ids=topk_ids, topk_weights=topk_weights)
-    if index == HOST:
-        y = expert_reference.mix_experts(x, topk_ids, topk_weights, gate_up, down, form, shared)
-        return arrays.deliver(y, out)
-    with placement.use_device(index):
-        y = _aligned_result(out, shape, element, index)
-        if len(x):
-            x, shared = _readable(x), None if shared is None else _readable(shared)
-            ids, weights = _contiguous(topk_ids), _contiguous(topk_weights)
-            layer = ExpertLayer(
-                len(x),
-                top_k,
-                gate_up.form_for(element),
-                down.form_for(element),
-                element.name,
-                form,
-                shared is not None,
-                arrays.leading_dimension(x),
-                arrays.leading_dimension(y),
-                arrays.leading_dimension(shared),
-            )
-            buffers = {"x": x, "ids": ids, "weights": weights, "shared": shared, "y": y}
-            buffers |= {f"gate_up.{name}": a for name, a in gate_up.buffers.items()}
-            buffers |= {f"down.{name}": a for name, a in down.buffers.items()}
-            _launch(plan_layer(layer, device.of(index)), buffers, index)
-        return arrays.deliver(y, out)
+    return form, shape
+
+
+def validate_layer(gate_up: PackedExperts, down: PackedExperts, activation: str) -> Activation:
+    """Validate the weights and the activation of `moe` and return the activation. Raises the errors of `moe`."""
+    check_experts(gate_up, "gate_up")
+    check_experts(down, "down")
+    expert_check.validate_layer(gate_up.spec, down.spec)
+    return expert_check.validate_expert_activation(activation, required=True)
+
+
+def plan_moe(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    form: Activation,
+    shared: Array | None,
+    y: Array,
+) -> tuple[Steps, dict[str, Array | None]]:
+    """Return the launches of `moe` for valid arrays on a GPU that kernels can read, and the buffers by name."""
+    layer = ExpertLayer(
+        len(x),
+        ids.shape[1],
+        gate_up.form_for(x.dtype),
+        down.form_for(x.dtype),
+        arrays.dtype_name(x.dtype),
+        form,
+        shared is not None,
+        arrays.leading_dimension(x),
+        arrays.leading_dimension(y),
+        arrays.leading_dimension(shared),
+    )
+    buffers = {"x": x, "ids": ids, "weights": weights, "shared": shared, "y": y}
+    buffers |= {f"gate_up.{name}": a for name, a in gate_up.buffers.items()}
+    buffers |= {f"down.{name}": a for name, a in down.buffers.items()}
+    return plan_layer(layer, device.of(gate_up.spec.weight.device)), buffers
 
 
 def gemm_grouped(
@@ -203,7 +239,7 @@ def gemm_grouped(
             expert is expert_ids[b]; entries that are not below M * top_k are padding, at the end of a block.
         block_size: the number of rows per block of vLLM's arrays, a multiple of 8.
         top_k: number of rows of y per row of x; 1 with offsets.
-        activation: None; or "swiglu" or "geglu", for W of gate and up projections, so that y has N / 2 columns.
+        activation: None; or one of those of `moe`, for W of gate and up projections, so that y has N / 2 columns.
         row_scale: float32 [M * top_k], contiguous, or None.
         out: array with the shape and dtype of y to fill and return.
 
@@ -256,11 +292,11 @@ def gemm_grouped(
                 weight, element, pairs, top_k, form, row_scale is not None, block_size, len(routing[0]), index
             )
             buffers = {f"weight.{name}": a for name, a in weight.buffers.items()}
-            buffers |= {"x": _contiguous(x), "row_scale": row_scale, "y": y}
+            buffers |= {"x": contiguous(x), "row_scale": row_scale, "y": y}
             if is_blocked:
                 buffers |= dict(zip(("sorted_pairs", "experts", "sorted_count"), routing, strict=True))
             else:
-                buffers |= {"offsets": _contiguous(routing[0])}
+                buffers |= {"offsets": contiguous(routing[0])}
             _launch(steps, buffers, index)
         return arrays.deliver(y, out)
 
@@ -307,10 +343,11 @@ def _aligned_result(out: Array | None, shape: tuple[int, int], dtype: np.dtype[A
     return arrays.empty(shape, dtype, index)
 
 
-def _readable(a: Array) -> Array:
+def readable(a: Array) -> Array:
     """Return a matrix whose rows start at multiples of 16 bytes: the argument, or a contiguous copy."""
     return a if arrays.has_readable_rows(a) and arrays.is_aligned(a) else a.copy()
 
 
-def _contiguous(a: Array) -> Array:
+def contiguous(a: Array) -> Array:
+    """Return a contiguous array that starts at a multiple of 16 bytes: the argument, or a copy."""
     return a if a.flags.c_contiguous and arrays.address(a) % 16 == 0 else a.copy()
