@@ -11,7 +11,10 @@ from typing import Any
 
 Array = Any
 NEVER, PENDING = 0, 2**22 - 1
-"""The codes below and above those of all accesses. A pending access is ordered with no other access."""
+"""The code of "no access yet", below all others, and that of an asynchronous copy in flight, above all others.
+
+Because it is the largest, a pending access is ordered before no other access: any access that meets it is a race.
+"""
 
 AT_BITS, THREAD_BITS = 20, 20
 GENERIC = 1 << (AT_BITS + THREAD_BITS)

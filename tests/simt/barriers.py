@@ -15,16 +15,17 @@ NAMES = 16
 
 
 class Barriers:
-    """The arrivals at each barrier of each CTA. As in hardware, all threads of a warp arrive together."""
+    """The arrivals at the named barriers of each CTA and at cluster barriers, whole warps at a time."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.arrived = np.zeros((NAMES, machine.threads), bool)
         self.waiting = np.zeros((NAMES, machine.threads), bool)
-        # The expected number of threads; 0 for all living threads.
+        # By barrier and CTA, the number of threads that must arrive; 0 stands for all threads that have not exited.
         self.expected = np.zeros((NAMES, machine.blocks), np.int64)
         self.resume = np.zeros(machine.threads, np.int64)
-        self.since = np.zeros(machine.threads, np.int64)  # the instruction at which each thread waits
+        # The instruction at which each thread waits, for the report of a deadlock.
+        self.since = np.zeros(machine.threads, np.int64)
         self.votes = np.zeros((NAMES, machine.threads), bool)
         self.reductions: dict[int, tuple[str, str]] = {}
         clusters = machine.threads // machine.cluster_threads
@@ -33,9 +34,10 @@ class Barriers:
         self.cluster_ticket = np.full(machine.threads, -1)
         self.initialised = np.zeros(machine.threads, bool)  # whether each thread has executed fence.mbarrier_init
         columns = machine.cluster_threads // 32
-        # The vector clocks published by arrivals in the open phase.
+        # By cluster barrier, the merged vector clocks of the threads that have arrived in the current phase.
         self.cluster_clocks = np.zeros((3, clusters, columns), np.int64)
-        self.cluster_closed = np.zeros_like(self.cluster_clocks)  # the vector clocks of the last complete phase
+        # Those of the last complete phase, which waiting threads acquire.
+        self.cluster_closed = np.zeros_like(self.cluster_clocks)
 
     def arrive(
         self,
@@ -47,7 +49,7 @@ class Barriers:
         at: int,
         reduction: tuple[str, Array, str] | None = None,
     ) -> None:
-        """Execute ``bar.sync``, ``bar.arrive`` or ``bar.red``; without a wait, continue at block ``following``."""
+        """Execute ``bar.sync``, ``bar.arrive`` or ``bar.red``; threads then continue at block ``following``."""
         machine = self.machine
         names = [int(name)] if np.ndim(name) == 0 else np.unique(name[active])
         if count is not None and np.any((np.asarray(count)[active] if np.ndim(count) else count) % 32):
@@ -76,7 +78,7 @@ class Barriers:
             machine.enqueue(following, active)
 
     def _complete(self, name: int, at: int) -> None:
-        """Release the CTAs in which all expected warps have arrived."""
+        """Let the waiting threads of each CTA in which the expected number of threads has arrived continue."""
         machine = self.machine
         warps = self.arrived[name].reshape(machine.blocks, -1, 32).any(axis=2).sum(axis=1) * 32
         living = machine.live.reshape(machine.blocks, -1, 32).any(axis=2).sum(axis=1) * 32
@@ -117,7 +119,6 @@ class Barriers:
             self._complete(int(name), int(self.since[np.flatnonzero(self.arrived[name])[0]]))
         self._complete_clusters()
 
-    # ---- clusters
 
     def fence_initialised(self, active: Array) -> None:
         """Execute ``fence.mbarrier_init``: the next relaxed cluster arrival also releases earlier writes."""

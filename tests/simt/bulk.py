@@ -25,7 +25,7 @@ CHUNK = 16
 
 @dataclass
 class _Load:
-    """A pending copy into shared memory: 16-byte chunks at ``position``, which ``content`` returns."""
+    """A copy into shared memory in flight; ``content()`` returns the bytes for its chunks at ``position``."""
 
     thread: int
     position: Array
@@ -37,7 +37,7 @@ class _Load:
 
 @dataclass
 class _Store:
-    """A pending copy out of shared memory: 16-byte chunks at ``position``, which ``write`` stores."""
+    """A copy out of shared memory in flight; ``write`` stores the contents of its chunks at ``position``."""
 
     thread: int
     group: int
@@ -47,7 +47,7 @@ class _Store:
 
 
 class BulkCopies:
-    """The pending bulk copies of all CTAs."""
+    """The bulk and tensor copies in flight of all CTAs, in the order in which they were issued."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -55,7 +55,6 @@ class BulkCopies:
         self.stores: list[_Store] = []
         self.groups = np.zeros(machine.threads, np.int64)
 
-    # ---- into shared memory
 
     def load(self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, space: str, at: int) -> None:
         """Copy ``size`` bytes of global memory, or of the CTA's own shared memory, to a CTA of the cluster."""
@@ -139,7 +138,10 @@ class BulkCopies:
             self.loads.append(load)
 
     def land(self) -> bool:
-        """Land the oldest copy of each CTA, so that CTAs advance equally. Return False if there is none."""
+        """Land the oldest copy of each CTA, so that no CTA gets ahead of the others.
+
+        Return False if no copy is in flight.
+        """
         first: dict[int, _Load] = {}
         for load in self.loads:
             first.setdefault(int(self.machine.block_of[load.thread]), load)
@@ -159,7 +161,7 @@ class BulkCopies:
         machine.mbarriers.complete(load.barrier, CHUNK * len(load.position), load.published)
 
     def _bytes(self, thread: int, start: int, count: int, space: str, at: int) -> Callable[[], Array]:
-        """Return a function that reads ``count`` bytes at an address."""
+        """Check a copy's source, and return a function that reads its bytes when the copy lands."""
         machine = self.machine
         self._expect(count % CHUNK == 0, f"{count} bytes: expected a multiple of 16", thread, start, at)
         self._expect(start % CHUNK == 0, "expected a source at a multiple of 16", thread, start, at)
@@ -175,7 +177,6 @@ class BulkCopies:
             machine.races.read(position, CHUNK, lanes, at)
         return lambda: machine.memory.shared.data.reshape(-1, CHUNK)[position // CHUNK]
 
-    # ---- out of shared memory
 
     def store(self, lanes: Any, target: Array, source: Array, size: Array, at: int) -> None:
         """Copy ``size`` bytes of the CTA's shared memory to global memory."""
@@ -213,7 +214,7 @@ class BulkCopies:
         self.groups = self.groups + active
 
     def wait(self, active: Array, newest: int) -> None:
-        """Complete all bulk groups of each thread except the ``newest`` ones."""
+        """Execute ``cp.async.bulk.wait_group``: complete all bulk groups of each thread but its ``newest`` ones."""
         machine, kept = self.machine, []
         for store in self.stores:
             if active[store.thread] and store.group < self.groups[store.thread] - newest:
@@ -230,7 +231,6 @@ class BulkCopies:
     def _put_away(self, store: _Store) -> None:
         store.write(self.machine.memory.shared.data.reshape(-1, CHUNK)[store.position // CHUNK])
 
-    # ---- both
 
     def on_exit(self, active: Array) -> None:
         """Fail if a CTA exits while a copy still uses its shared memory."""
@@ -246,7 +246,7 @@ class BulkCopies:
                 machine.fail("in flight", "the CTA exits before the copy has landed", load.at, [load.thread])
 
     def _threads(self, lanes: Any, *values: Array) -> zip[Any]:
-        """Return each thread with its values as Python integers."""
+        """Yield for each thread in ``lanes`` its number and, as Python integers, its values."""
         machine = self.machine
         numbers = range(machine.threads) if isinstance(lanes, slice) else lanes.tolist()
         return zip(numbers, *(machine.pick(np.asarray(value), lanes).tolist() for value in values), strict=True)
@@ -275,7 +275,7 @@ def _writer(buffer: Buffer, position: int) -> Callable[[Array], None]:
 
 
 class Box:
-    """A box of a tensor: its rows in the buffer, clipped to the tensor, and their order in shared memory."""
+    """The part of a tensor that one tensor copy moves, clipped to the bounds of the tensor."""
 
     def __init__(self, tensor: Any, buffer: Buffer, place: list[int]) -> None:
         self.tensor = tensor
@@ -292,8 +292,9 @@ class Box:
             start = (start[:, None] + index * stride).ravel()
             inside = (inside[:, None] & (index >= 0) & (index < size)).ravel()
         self.count = len(start)
-        self.rows = np.flatnonzero(inside)  # the rows of the box that are inside the tensor
-        starts = start[inside] + low * self.item  # the byte at which each of these rows begins in the buffer
+        # The rows of the box that are inside the tensor; a load fills the others with zeros.
+        self.rows = np.flatnonzero(inside)
+        starts = start[inside] + low * self.item  # for each of these rows, the byte of the buffer at which it begins
         aligned = not np.any((starts | buffer.base | clip.start | clip.stop) % 8)
         self._unit = np.dtype(np.uint64 if aligned else np.uint8)
         self._clip = slice(clip.start // self._unit.itemsize, clip.stop // self._unit.itemsize)
@@ -301,7 +302,7 @@ class Box:
         self._items = first_items[:, None] + np.arange(self._clip.stop - self._clip.start)
 
     def swizzled(self, start: int) -> Array:
-        """Return the shared address of each 16-byte chunk of a box that begins at ``start``."""
+        """Return the swizzled shared-memory address of each 16-byte chunk of a box that is stored from ``start`` on."""
         address = start + np.arange(0, self.count * self.row_bytes, CHUNK)
         return swizzle(address, self.tensor.swizzle)
 
@@ -319,7 +320,10 @@ ITEM = {"bfloat16": "uint16"}
 
 
 def swizzle(address: Array, span: int) -> Array:
-    """Swizzle addresses over ``span`` bytes: XOR the bits from 4 on with the bits from 7 on."""
+    """Return addresses swizzled by XORing bits 4 to 6 with bits 7 to 9.
+
+    That is a span of 128 bytes; a span of 64 bytes changes only bits 4 and 5, one of 32 only bit 4, and 0 none.
+    """
     mask = max(span, 1) - 1 & 0x70
     return address ^ (address >> 3 & mask)
 

@@ -155,8 +155,7 @@ def _operand(words: np.ndarray, kind: str, suffix: str, shift: int) -> np.ndarra
         unit = [(w.astype(np.float64) / 2**29 - 4).astype(np.float32) for w in (words, more)]
         return _pack((unit[0], unit[1]), kind)
     if base in ("f16", "bf16", "f32"):
-        # Half of the values have exponents close together, so that sums round; the others are random bits and special
-        # values.
+        # Half of the values are in [-1, 1], so that sums must round; the others have random bits or are special values.
         words = words.copy()
         near = _pack(((words.astype(np.float64) / 2**31 - 1).astype(np.float32),) * 2, kind)
         words[::2] = near[::2]

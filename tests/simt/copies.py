@@ -23,24 +23,24 @@ Array = Any
 
 @dataclass
 class _Copy:
-    """One ``cp.async`` of the threads ``lanes``, from the addresses ``source`` to ``position`` in shared memory."""
+    """A ``cp.async`` instruction in flight: the threads ``lanes`` copy ``size`` bytes each to ``position``."""
 
     lanes: Array
     group: Array
     source: Array
     position: Array
     size: int
-    taken: Array  # the number of bytes to read; the rest of the destination becomes 0
+    taken: Array  # how many bytes to read; the rest of the ``size`` bytes is filled with zeros
     at: int
 
 
 class AsyncCopies:
-    """The copies in flight and the number of groups that each thread has committed."""
+    """The ``cp.async`` copies in flight, and the number of groups that each thread has committed."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.pending: list[_Copy] = []
-        # (lanes, address of the mbarrier, instruction) of each arrival that waits for copies.
+        # The mbarrier arrivals that wait for copies (``cp.async.mbarrier.arrive``): (threads, address, instruction).
         self.signals: list[tuple[Array, Array, int]] = []
         self.groups = np.zeros(machine.threads, np.int64)
 
@@ -110,7 +110,10 @@ class AsyncCopies:
             machine.races.finish_write(copy.position, copy.size, copy.lanes, copy.at)
 
     def _move(self, copy: _Copy) -> None:
-        """Write the bytes to shared memory; lanes whose source is shorter than ``size`` are read byte by byte."""
+        """Write the bytes of a copy to shared memory.
+
+        Lanes that read fewer than ``size`` bytes are read byte by byte.
+        """
         machine, shared = self.machine, self.machine.memory.shared
         words = np.zeros((len(copy.lanes), copy.size // 4), np.uint32)
         whole = copy.taken == copy.size

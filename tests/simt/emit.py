@@ -33,7 +33,7 @@ from tests.simt.parser import (
 )
 
 Emitter = Callable[..., None]
-# A parser.Operand or None. An emitter raises UnknownOpcode for a type of operand that it does not support.
+# An operand of an instruction, or None. Emitters raise UnknownOpcode for a kind of operand that they do not translate.
 Operand = Any
 _EMITTERS: list[tuple[re.Pattern[str], Emitter, str]] = []
 FAMILIES = ("ops_integer", "ops_float", "ops_memory", "ops_warp", "ops_control", "ops_async")
@@ -46,9 +46,9 @@ class UnknownOpcode(Exception):
 def emits(grammar: str, kind: str = "") -> Callable[[Emitter], Emitter]:
     """Register an emitter for the opcodes that ``grammar`` matches.
 
-    ``kind`` says what the scheduler has to do: "" nothing, the instruction runs at once; for "warp" and "warpgroup" it
-    waits until all their threads have arrived; "ends" ends the block by a jump or an exit; "blocks" suspends threads,
-    by whole warps, and "polls" suspends single threads.
+    ``kind`` says what the scheduler has to do: "" nothing, the instruction runs at once; for "warp" and "warpgroup" the
+    threads of the warp or warpgroup wait for each other first; "ends" ends the block by a jump or an exit; "blocks"
+    suspends threads, by whole warps, and "polls" suspends single threads.
     """
 
     def register(emitter: Emitter) -> Emitter:
@@ -79,7 +79,7 @@ def storage(declared: str) -> str:
 
 
 def computed(used: str) -> str:
-    """Return the NumPy type of an operand in an expression; 16-bit floats stay unsigned integers."""
+    """Return the NumPy type in which an operand of a PTX type is computed; 16-bit floats are held as uint16 bits."""
     if used[0] == "s":
         return f"int{used[1:]}"
     if used in ("f16", "bf16"):
@@ -101,7 +101,7 @@ def namespace() -> dict[str, Any]:
 
 
 class Names:
-    """The Python names of one program's registers and constants."""
+    """The Python variable names that the generated code of a program uses for its registers and constants."""
 
     def __init__(self) -> None:
         self.registers: dict[Register, str] = {}
@@ -117,19 +117,20 @@ class Names:
         return name
 
     def object(self, value: Any) -> str:
-        """Return the name of a constant that is not a NumPy value."""
+        """Return the name of a constant that is an arbitrary Python object, such as a rounding mode."""
         name = self._known.setdefault((repr(value), "object"), f"k{len(self._known)}")
         self.constants[name] = value
         return name
 
 
 class BlockCode:
-    """The lines of one block, the registers that it reads before it writes them, and those that it writes."""
+    """The code of one basic block, the registers that it reads before it writes them, and those it writes."""
 
     def __init__(self, number: int, symbols: Mapping[str, int], names: Names) -> None:
         self.number, self.following = number, number + 1
         self.symbols, self.names = symbols, names
-        # The expression that the block returns: the mask of the threads that jump, or an index into the targets.
+        # What the block's function returns, as an expression: the mask of the threads that jump, or an index into its
+        # targets.
         self.outcome = ""
         self.lines: list[str] = []
         self.reads: dict[str, Register] = {}
@@ -141,7 +142,6 @@ class BlockCode:
         self._guard_lanes = ""
         self._count = 0
 
-    # ---- instructions
 
     def instruction(self, index: int, instruction: Instruction) -> None:
         """Append the code of one instruction."""
@@ -187,7 +187,6 @@ class BlockCode:
             self._guard_lanes = self.temporary(f"m.lanes({self.mask})")
         return self._guard_lanes
 
-    # ---- operands
 
     def constant(self, value: Any, dtype: str) -> str:
         """Return the name of a constant of a NumPy type."""
@@ -264,7 +263,6 @@ class BlockCode:
         base = self.use(operand.base, "s64") if wide else f"{self.use(operand.base, 'u32')}.astype(int64)"
         return f"({base} + {self.constant(operand.offset, 'int64')})" if operand.offset else base
 
-    # ---- results
 
     def define(self, operand: Operand | None, used: str, expression: str) -> None:
         """Set a register from an expression of type ``used``, extended if the register is wider; ``_`` drops it."""

@@ -22,15 +22,20 @@ Array = Any
 
 
 class GlobalRaces:
-    """The writes to all buffers, and the vector clocks between clusters. (`Races` has the clocks within a cluster.)"""
+    """The last write to each part of each buffer, and what each warp knows of the accesses of other clusters' warps.
+
+    `Races` has the vector clocks within a cluster.
+    """
 
     def __init__(self, machine: Machine, races: Races, grain: int) -> None:
         self.machine, self.races, self.grain = machine, races, grain
         self._writes: dict[str, Array] = {}
-        self._published: dict[int, Array] = {}  # the released times of all warps, by address
+        # By address of an atomically accessed word, the clocks that releases have left there.
+        self._published: dict[int, Array] = {}
         warps = machine.threads // 32
         self._empty = np.zeros((warps, warps), np.int64)
-        self._known = self._seen = self._empty  # the times that an atomic has read, and that no fence has acquired yet
+        # The clocks that each warp has read by atomics; only a later fence acquires them.
+        self._known = self._seen = self._empty
 
     def read(self, buffer: Buffer, position: Array, size: int, lanes: Any, at: int) -> None:
         if buffer.name in self._writes:
@@ -61,7 +66,6 @@ class GlobalRaces:
         if bad.any():
             races.fail(bad, access, threads, at, verb, "write")
 
-    # ---- synchronisation
 
     def atomic(self, buffer: Buffer, position: Array, lanes: Any, reads: bool, writes: bool) -> None:
         """Record atomic accesses in the order of threads: each acquires what its word has released, then releases."""
@@ -79,7 +83,7 @@ class GlobalRaces:
                 self._published[address] = mine if published is None else np.maximum(published, mine)
 
     def _fenced(self, warp: int) -> Array:
-        """Return the clocks that a warp releases: of its own cluster the fenced ones, of others all known ones."""
+        """Return the clocks that an atomic releases: what is fenced in its cluster, all of others."""
         races = self.races
         first = warp // races.columns * races.columns
         times = self._known[warp].copy()
@@ -91,7 +95,7 @@ class GlobalRaces:
             self._known[warps] = np.maximum(self._known[warps], self._seen[warps])
 
     def meet(self, members: Array, released: Array, groups: int) -> None:
-        """Merge the clocks of the ``members`` of each group (CTA or cluster) into those of the warps ``released``."""
+        """Give the warps ``released`` the clocks of the ``members`` of their CTA or cluster at a barrier."""
         if self._known is self._empty:
             return
         for table in (self._known, self._seen):

@@ -18,7 +18,7 @@ SAMPLES = Path(__file__).parent / "samples"
 
 @contextlib.contextmanager
 def sources_in(folder: Path) -> Iterator[None]:
-    """Read the sources of all plans from ``folder`` in the context."""
+    """Make launches in the context compile the sources of ``folder`` instead of ``cuda_src``."""
     with mock.patch.object(sources, "folder", return_value=folder):
         yield
 
@@ -57,6 +57,6 @@ def plan(
     cluster: Dim3 = (1, 1, 1),
     **defines: int | str,
 ) -> LaunchPlan:
-    """Return a launch plan for the kernel ``NAME`` of ``NAME.cu``."""
+    """Return a launch plan for the kernel ``NAME`` of ``NAME.cu`` with the -D constants ``defines``."""
     kernel = Kernel(source, source.removesuffix(".cu"), tuple(defines.items()), arch)
     return LaunchPlan(kernel, grid, block, arguments, shared_bytes, cluster)

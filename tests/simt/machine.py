@@ -23,7 +23,7 @@ from tests.simt.wgmma import Warpgroups
 Array = Any
 Dim3 = tuple[int, int, int]
 PATIENCE = 256
-"""The number of steps after which a waiting group runs before all others, so that every group advances."""
+"""The number of scheduling steps after which a waiting group of threads runs first, so that every group advances."""
 STALLED = 20_000
 """The number of steps without progress (a store, a barrier or an exit) after which a deadlock is reported."""
 EVERYONE = 0xFFFFFFFF
@@ -146,7 +146,6 @@ class Machine:
         special["%is_explicit_cluster"] = np.bool_(self.cluster_size > 1)
         return special
 
-    # ---- scheduling
 
     def run(self) -> None:
         """Run all threads to their end. Raises Fault."""
@@ -226,12 +225,12 @@ class Machine:
             self._since[number] = self._step
 
     def park(self, number: int, group: Array) -> None:
-        """Suspend a group of threads before a basic block, until others join it there or until ``wake``."""
+        """Suspend a group before a basic block, until the rest of its warp arrives or `wake` is called."""
         if group.any():
             self._parked[number] = self._parked[number] | group if number in self._parked else group
 
     def wake(self) -> None:
-        """Reschedule all parked groups, after an event that may release them."""
+        """Reschedule all suspended groups, after an event that may let them continue, such as an exit."""
         self.progress()
         for number in list(self._parked):
             self.enqueue(number, self._parked.pop(number))
@@ -240,7 +239,7 @@ class Machine:
         self._progress = self._step
 
     def _whole(self, number: int, block: Block, active: Array) -> Array | None:
-        """Return the threads whose whole warp (or warpgroup, or member mask) has arrived; suspend the others."""
+        """Return the threads whose whole warp (or warpgroup) has arrived; suspend the others."""
         if block.members is not None:
             members = self._member_masks(block)
             if np.ndim(members) == 0 and members == EVERYONE and np.count_nonzero(active) == self.living:
@@ -293,10 +292,9 @@ class Machine:
         at, group, _ = lines[0]
         self.fail("deadlock", "; ".join(parts), at, np.flatnonzero(group))
 
-    # ---- what generated code and the memories call
 
     def lanes(self, mask: Array) -> Any:
-        """Return the indices of the threads in a mask, or slice(None) for all threads."""
+        """Return the indices of the threads in a mask; slice(None) for all threads, as it is faster."""
         if np.ndim(mask) == 0:
             mask = np.full(self.threads, mask)
         return slice(None) if np.count_nonzero(mask) == self.threads else np.flatnonzero(mask)
@@ -305,13 +303,13 @@ class Machine:
         return part if isinstance(lanes, slice) else lanes[part]
 
     def pick(self, value: Array, lanes: Any) -> Array:
-        """Return the values of the threads in ``lanes`` only."""
+        """Return one value for each thread in ``lanes``, from an array over all threads or a scalar."""
         if np.ndim(value) == 0:
             return np.full(self.threads if isinstance(lanes, slice) else len(lanes), value)
         return value[lanes]
 
     def spread(self, values: Array, lanes: Any) -> Array:
-        """Return values for all threads, given those of ``lanes``; other threads get 0."""
+        """Return an array over all threads from the values of the threads in ``lanes``; the other threads get 0."""
         if isinstance(lanes, slice):
             return values
         whole = np.zeros(self.threads, values.dtype)
@@ -319,7 +317,7 @@ class Machine:
         return whole
 
     def parameter(self, offset: int, dtype: Any, count: int) -> list[Array]:
-        """Return ``count`` items of the kernel's parameters, from an offset on."""
+        """Return ``count`` items of the kernel's parameters, from byte ``offset`` on."""
         return list(np.frombuffer(self._parameters, np.uint8)[offset:][: count * np.dtype(dtype).itemsize].view(dtype))
 
     def warp_barrier(self, active: Array) -> None:
@@ -332,7 +330,7 @@ class Machine:
             self.races.fence(active)
 
     def dependent_wait(self, active: Array) -> None:
-        """Execute ``griddepcontrol.wait``: from here threads may access the preceding kernel's results."""
+        """Execute ``griddepcontrol.wait``: from here on the preceding kernel's buffers may be used."""
         self.may_write[self.block_of[active]] = True
         self.may_read[active] = True
 

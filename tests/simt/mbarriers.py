@@ -19,7 +19,7 @@ Array = Any
 
 @dataclass
 class Mbarrier:
-    """An mbarrier in phase ``phase``, which completes after ``pending`` arrivals and ``bytes`` more bytes."""
+    """An mbarrier; phase ``phase`` completes after ``pending`` arrivals and ``bytes`` bytes of copies."""
 
     count: int
     pending: int
@@ -37,10 +37,11 @@ class Mbarriers:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.objects: dict[int, Mbarrier] = {}
-        self._awaited: dict[int, int] = {}  # the position of the mbarrier that was last waited for, by basic block
+        # By basic block, the shared-memory position of the mbarrier that its threads last waited for.
+        self._awaited: dict[int, int] = {}
 
     def each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
-        """Yield each position that the threads address, together with the threads that address it."""
+        """Yield the position of each mbarrier that threads address, with the threads that do so."""
         machine = self.machine
         if isinstance(lanes, slice):
             lanes = np.arange(machine.threads)
@@ -139,7 +140,10 @@ class Mbarriers:
     def wait(
         self, active: Array, address: Array, phase: Array, parity: bool, result: str, here: int, following: int, at: int
     ) -> None:
-        """Execute ``try_wait``: resume threads and set register ``result`` when the phase completes."""
+        """Execute ``try_wait``: threads whose phase is complete go on at block ``following``, with ``result`` true.
+
+        The others are suspended before block ``here`` and try again later.
+        """
         machine = self.machine
         done = self.test(address, machine.lanes(active), phase, parity, at)
         passed = active & done
@@ -152,6 +156,6 @@ class Mbarriers:
         machine.park(here, active & ~done)
 
     def awaited(self, here: int) -> str:
-        """Describe the mbarrier for which threads wait at a basic block."""
+        """Return the state of the mbarrier that a block's threads wait for, to report a deadlock."""
         barrier = self.objects.get(self._awaited.get(here, -1))
         return f"({barrier})" if barrier else ""

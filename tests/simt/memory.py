@@ -31,7 +31,7 @@ PLAIN, ORDERED, ATOMIC, TOGETHER = "plain", "ordered", "atomic", "together"
 """The kinds of accesses: plain; volatile or relaxed, and atomic, which do not race together; by a whole warp."""
 
 Array = Any
-Lanes = Any  # The indices of the threads that access, or slice(None) for all threads.
+Lanes = Any  # The indices of the threads that make an access, or slice(None) for all threads.
 Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
@@ -50,7 +50,7 @@ class Buffer:
         self._views: dict[Any, tuple[np.ndarray, int]] = {}
 
     def elements(self, position: Array, dtype: Any) -> tuple[np.ndarray, Array]:
-        """Return a typed view and the indices of the byte positions in it."""
+        """Return the buffer's bytes as an array of ``dtype``, and the index into it of each byte position."""
         if dtype not in self._views:
             size = np.dtype(dtype).itemsize
             skip = -self.base % size
@@ -61,7 +61,7 @@ class Buffer:
 
 
 def flat_bytes(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the bytes from an array's first element to its last, and its offset in the array that owns them."""
+    """Return the bytes from an array's first element to its last, and their offset in its memory."""
     if any(stride < 0 for stride in array.strides):
         raise ValueError(f"buffer: expected strides >= 0, got {array.strides}")
     owner = array
@@ -76,7 +76,7 @@ def flat_bytes(array: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 class Space:
-    """A state space of PTX. Subclasses map addresses to buffers and check each access."""
+    """A state space of PTX (global, shared, local). Subclasses map addresses to buffers and check each access."""
 
     name = ""
 
@@ -84,14 +84,14 @@ class Space:
         self.machine = machine
 
     def chunks(self, address: Array, lanes: Lanes, size: int, at: int, write: bool) -> Chunks:
-        """Yield each buffer with the accessed byte positions in it, and the indices of their addresses (None: all)."""
+        """Yield each accessed buffer, byte positions in it, and the indices of their addresses (None: all)."""
         raise NotImplementedError
 
     def on_read(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
-        """Check a read before it is executed."""
+        """Check a read before it is executed, such as for races; subclasses override it."""
 
     def on_write(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
-        """Check a write before it is executed."""
+        """Check a write before it is executed, such as for races; subclasses override it."""
 
     def check_alignment(self, address: Array, size: int, lanes: Lanes, at: int) -> None:
         if size > 1 and int(np.bitwise_or.reduce(address)) & (size - 1):
@@ -116,7 +116,7 @@ class Space:
         return values
 
     def load(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str) -> list[Array]:
-        """Load ``count`` adjacent items per thread, in the form of registers."""
+        """Load ``count`` adjacent items per thread, as registers: arrays over all threads, or scalars."""
         machine = self.machine
         once = np.ndim(address) == 0 and self.uniform
         address = machine.pick(address, lanes)
@@ -126,10 +126,10 @@ class Space:
         return [value[0] if once else machine.spread(value, lanes) for value in values]
 
     uniform = False
-    """Return whether the same address is the same byte in all threads."""
+    """Whether equal addresses of all threads name the same byte, as in global memory but not in local memory."""
 
     def store(self, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, how: str) -> None:
-        """Store adjacent items per thread. If several threads store to one address, the last one wins."""
+        """Execute a store of adjacent items per thread. If several threads store to one address, the last one wins."""
         machine = self.machine
         address = machine.pick(address, lanes)
         if not len(address):
@@ -148,7 +148,7 @@ class Space:
                     self._check_agreement(view[index + k], here, address if part is None else address[part], some, at)
 
     def _check_agreement(self, stored: Array, wanted: Array, address: Array, lanes: Lanes, at: int) -> None:
-        """Fail if threads stored different values at one address in one step."""
+        """Fail if threads store different values at one address in one step: hardware picks any of them."""
         same = stored.view(f"u{stored.itemsize}") == wanted.view(f"u{wanted.itemsize}")
         if not same.all():
             first = int(np.argmin(same))
@@ -210,7 +210,7 @@ def _combine(view: np.ndarray, index: Array, operation: str, values: list[Array]
 
 
 class GlobalMemory(Space):
-    """The global memory: buffers by window."""
+    """The global memory: named buffers, each with 2**36 addresses to itself."""
 
     name = "global"
     uniform = True
@@ -303,7 +303,7 @@ class SharedMemory(Space):
         self.origin = machine.block_of * self.stride
 
     def locate(self, address: Array, lanes: Lanes, size: int, at: int) -> Array:
-        """Return positions in ``data`` for addresses in the shared memory of the accessing CTA or of its cluster."""
+        """Return positions in ``data`` (all CTAs' memories) for shared addresses in the own CTA or cluster."""
         machine = self.machine
         origin = self.origin[lanes]
         high = int(address.max())
@@ -349,7 +349,7 @@ class SharedMemory(Space):
         self.mark(position, size, READY)
 
     def mark(self, position: Array, size: int, state: int) -> None:
-        """Set the state of ``size`` bytes at each position, a multiple of the size or, if that is larger, of 16."""
+        """Set the state of ``size`` bytes at each position; positions are multiples of min(size, 16)."""
         dtype, each = _unit(size)
         view, index = self.states.elements(position, dtype)
         value = dtype(state * (0x0101010101010101 & (1 << 8 * each) - 1))
@@ -412,7 +412,7 @@ class Memory:
         self.spaces: dict[str, Space] = {"global": self.globals, "shared": self.shared, "local": self.local}
 
     def _split(self, address: Array, lanes: Lanes) -> Iterator[tuple[Space, Array, Lanes]]:
-        """Yield each state space that the generic addresses refer to, with the addresses in it and their threads."""
+        """Yield each state space in which generic addresses lie, with these addresses and their threads."""
         if np.ndim(address) == 0:
             address = np.full(self.machine.threads, address)
         picked = address[lanes]

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-Array = Any  # an ndarray or a NumPy scalar
+Array = Any  # a NumPy array or a scalar
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)

@@ -10,7 +10,7 @@ from tests.simt.case import Case
 
 
 def _simple(opcode: str, output: str, operands: str, arch: str = "80", **more: Any) -> Case:
-    """Return the case of an instruction that takes its result and inputs in order."""
+    """Return the case of an opcode whose operands are one result and then the inputs, of the kinds in ``operands``."""
     kinds = tuple(operands.split())
     text = ", ".join(["o0", *(f"a{k}" for k in range(len(kinds)))])
     return Case(opcode, f"{opcode} {text};", (output,), kinds, arch, **more)
@@ -109,7 +109,7 @@ def _floats() -> Iterator[Case]:
             f"setp.gt.{kind}x2", text, ("u32", "u32"), (f"{kind}x2", f"{kind}x2"), "80" if kind == "f16" else "90"
         )
     yield _simple("set.gt.f16x2.f16x2", "f16x2", "f16x2 f16x2")
-    # Approximations, with the PTX ISA's bounds on the relative or the absolute error.
+    # Approximate instructions: each case has the error bound that the PTX ISA states, relative or absolute.
     yield _simple("ex2.approx.f32", "f32", "f32:unit", tolerance=2.0**-21)
     yield _simple("lg2.approx.f32", "f32", "f32", absolute=2.0**-20, tolerance=2.0**-21)
     yield _simple("sin.approx.f32", "f32", "f32:unit", absolute=2.0**-20)
@@ -214,14 +214,18 @@ def _matrices() -> Iterator[Case]:
         exact, rough = ("", "") if kind[1:] == "8" else (":small", ":unit")
         yield Case(opcode, text, (sums,) * c, (factors + exact,) * (a + b) + (sums + exact,) * c)
         if rough:
-            # The hardware adds in an order of its own and truncates the float32 sums, which are below 2**9 here.
+            # Tensor cores add in an undocumented order and truncate float32 sums, which are below 2**9 here: allow for
+            # that.
             inexact = (factors + rough,) * (a + b) + (sums + rough,) * c
             bound = {"tolerance": 2.0**-10} if added == "f16" else {"absolute": 2.0**-14}
             yield Case(f"{opcode} inexact", text, (sums,) * c, inexact, **bound)
 
 
 def _warpgroups() -> Iterator[Case]:
-    """Yield the cases of wgmma: B in each layout, as it is and transposed; A in registers and in shared memory."""
+    """Yield the cases of wgmma: operand B in every shared-memory layout, and A both in registers and in shared memory.
+
+    For 16-bit types and 64 columns, A and B are also transposed.
+    """
     for kind, added, columns in (
         ("f16", "f32", 8),
         ("bf16", "f32", 16),
@@ -238,12 +242,15 @@ def _warpgroups() -> Iterator[Case]:
 def warpgroup(
     kind: str, added: str, columns: int, layout: int, name: str, from_registers: bool, transposed: bool
 ) -> Case:
-    """Return one case of wgmma; ``layout`` and ``name`` are the number and the name of a descriptor's layout."""
+    """Return a case of wgmma.
+
+    ``layout`` is the number of a swizzle in a matrix descriptor (PTX ISA), ``name`` its name.
+    """
     small = kind in ("s8", "e4m3")
     depth = 32 if small else 16
     count = columns // (4 if added == "f16" else 2)
     span = (0, 128, 64, 32)[layout]
-    # Eight rows of `span` (or 16) bytes are adjacent: the canonical layouts of the PTX ISA.
+    # In the PTX ISA's canonical layouts, eight rows of `span` bytes (without swizzle: of 16) are adjacent.
     if transposed:
         leading, stride = (columns * 16, 128) if not span else (16 * span, 8 * span)
     else:

@@ -54,7 +54,6 @@ def _shared(b: BlockCode, m: Match[str], operand: Operand) -> str:
     return address if ".shared" in m[0] else f"({address} - {b.constant(SHARED_GENERIC, 'int64')})"
 
 
-# ---- mbarrier
 
 SCOPE = r"(?:\.(?:release|acquire|relaxed|cta|cluster))*"
 SHARED = r"(?:\.shared(?:::(?:cta|cluster))?)?"
@@ -93,13 +92,12 @@ def mbarrier_test(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, pha
 
 @emits(rf"mbarrier\.try_wait(\.parity)?{SCOPE}{SHARED}\.b64", "polls")
 def mbarrier_wait(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, phase: Operand, *hint: Operand) -> None:
-    """Translate ``try_wait`` as a wait without a time limit: a program cannot tell the difference."""
+    """Translate ``try_wait`` as a wait without a time limit: a program cannot tell that from repeated tries."""
     value = b.use(phase, "u32" if m[1] else "b64")
     where = f"active, {_shared(b, m, barrier)}, {value}, {bool(m[1])}"
     b.line(f"m.mbarriers.wait({where}, {b.names.register(d)!r}, {b.number}, {b.following}, {b.at})")
 
 
-# ---- bulk copies
 
 HINT = r"(\.L2::cache_hint)?"
 TO_SHARED = r"\.shared::(?:cluster|cta)"
@@ -170,7 +168,6 @@ def fence_proxy(b: BlockCode, m: Match[str]) -> None:
     b.line(f"m.fence_proxy({b.mask})")
 
 
-# ---- wgmma
 
 
 @emits(r"wgmma\.(fence|commit_group)\.sync\.aligned", "warp")

@@ -36,7 +36,7 @@ def barrier(b: BlockCode, m: Match[str], name: Operand, count: Operand = None) -
 
 @emits(r"(?:bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", "blocks")
 def barrier_reduce(b: BlockCode, m: Match[str], d: Operand, name: Operand, *rest: Operand) -> None:
-    """Translate ``bar.red``, whose result the register takes when the barrier completes."""
+    """Translate ``bar.red``; ``d`` gets the reduction over all arrived threads when the barrier completes."""
     count, value = rest if len(rest) == 2 else (None, rest[0])
     threads = b.use(count, "s32") if count else "None"
     b.names.register(d)
@@ -63,7 +63,8 @@ def cluster_wait(b: BlockCode, m: Match[str]) -> None:
 
 @emits(r"bar\.warp\.sync", "warp")
 def warp_barrier(b: BlockCode, m: Match[str], members: Operand) -> None:
-    b.use(members, "u32")  # Reading the member mask keeps its register alive for the scheduler.
+    # Reading the member mask keeps its register alive until the scheduler, which is not generated code, reads it.
+    b.use(members, "u32")
     b.line("m.warp_barrier(active)")
 
 

@@ -81,7 +81,7 @@ FUNCTIONS = {
 
 @emits(r"(rcp|sqrt|rsqrt|ex2|lg2|sin|cos|tanh)(?:\.rn|\.approx)(\.ftz)?\.f32")
 def function(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
-    """Compute approximate functions in float64 and round once: results are within the hardware's error bounds."""
+    """Compute approximate functions in float64 and round once, within the error bounds of hardware."""
     value = f"{_single(b, x, 'f32', m[2])}.astype(float64)"
     _finish(b, d, "f32", FUNCTIONS[m[1]].format(value) + ".astype(float32)", m[2])
 
@@ -97,7 +97,6 @@ def test_property(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
     b.define(d, "pred", f"{tests[m[1]]}({b.use(x, m[2])})")
 
 
-# ---- 16-bit floats: values as float32, [..., 2] for pairs
 
 
 def _half(b: BlockCode, operand: Operand, kind: str, pair: str | None) -> str:
@@ -115,7 +114,7 @@ def _finish_half(b: BlockCode, d: Operand, kind: str, pair: str | None, value: s
 
 @emits(rf"(add|sub|mul)(?:\.rn)?(\.sat)?\.{HALF}")
 def add_half(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Compute in float32, which has over twice the bits plus two, so that rounding twice equals rounding once."""
+    """Add 16-bit floats in float32: with over twice their bits plus two, rounding twice equals rounding once."""
     value = f"({_half(b, x, m[3], m[4])} {SYMBOL[m[1]]} {_half(b, y, m[3], m[4])})"
     _finish_half(b, d, m[3], m[4], f"saturate({value})" if m[2] else value)
 
@@ -145,7 +144,6 @@ def function_half(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
     _finish_half(b, d, m[2], m[3], FUNCTIONS[m[1]].format(_half(b, x, m[2], m[3])))
 
 
-# ---- comparisons
 
 ORDERED = r"(eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)"
 OPPOSITE = {"eq": "neu", "ne": "equ", "lt": "geu", "le": "gtu", "gt": "leu", "ge": "ltu"}
@@ -197,7 +195,6 @@ def compare_to_value(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Ope
     )
 
 
-# ---- conversions
 
 
 @emits(r"cvt\.rn\.(f32|f64)\.([us](?:8|16|32|64))")

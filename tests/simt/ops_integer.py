@@ -19,7 +19,7 @@ def add(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None
 
 @emits(r"(add|sub)(c)?(\.cc)?\.([us]32|[us]64)")
 def add_with_carry(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Keep the carry flag in a variable of the basic block, because the compiler never splits a chain of carries."""
+    """Keep the carry flag in a Python variable: the compiler never splits a chain of carries across blocks."""
     kind = "u" + m[4][1:]
     left, right = b.use(x, kind), b.use(y, kind)
     dtype = f"uint{kind[1:]}"
@@ -92,7 +92,7 @@ def is_zero(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
 
 @emits(r"(shl|shr)\.([bus])(16|32|64)")
 def shift(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Clamp the shift amount to the width, where NumPy shifts as PTX does."""
+    """Translate shifts: PTX clamps the amount to the register width, where NumPy's result would be undefined."""
     kind = ("b" if m[1] == "shl" else m[2]) + m[3]
     dtype = ("int" if kind[0] == "s" else "uint") + m[3]
     if isinstance(y, Immediate):
@@ -148,7 +148,7 @@ def permute(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, sel
 
 
 def _permuted(x: str, y: str, selector: int) -> str:
-    """Return ``prmt`` without sign replication as shifts and masks, one for all bytes that move equally far."""
+    """Return ``prmt`` with a constant selector as one shift and mask for all bytes that move equally far."""
     masks: dict[tuple[str, int], int] = {}
     for byte in range(4):
         source = selector >> 4 * byte & 7

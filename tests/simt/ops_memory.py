@@ -24,13 +24,13 @@ def space_of(text: str | None) -> str:
 
 
 def _how(modifiers: str) -> str:
-    """Return the kind of an access; volatile and scoped accesses do not race with each other."""
+    """Return the kind of an access as `memory` names it: volatile and scoped accesses do not race with each other."""
     words = ("volatile", "relaxed", "acquire", "release", "acq_rel")
     return ORDERED if any(word in modifiers for word in words) else PLAIN
 
 
 def _fence(b: BlockCode, modifiers: str, *words: str) -> None:
-    """Emit the fence that is part of an acquire or a release at gpu scope."""
+    """Emit the memory fence that an acquire or release of gpu or sys scope contains."""
     if any(f".{word}" in modifiers for word in words) and not any(
         f".{word}" in modifiers for word in ("cta", "cluster")
     ):

@@ -13,7 +13,8 @@ def shuffle(
     b: BlockCode, m: Match[str], d: Operand, x: Operand, lane: Operand, clamp: Operand, members: Operand
 ) -> None:
     arguments = f"{m[1]!r}, {b.use(x, 'b32')}, {b.use(lane, 'u32')}, {b.use(clamp, 'u32')}, active"
-    b.use(members, "u32")  # Reading the member mask keeps its register alive for the scheduler.
+    # Reading the member mask keeps its register alive until the scheduler, which is not generated code, reads it.
+    b.use(members, "u32")
     value, valid = b.results(2, f"m.warps.shuffle({arguments})")
     b.define_pair(d, "b32", value, valid)
 

@@ -174,7 +174,7 @@ def _statements(text: str) -> Iterator[_Statement]:
             continue
         if place := _LOC.match(content):
             file, number, column, *inlined = place.groups()
-            if number != "0":  # line 0 is unknown: keep the previous location
+            if number != "0":  # line 0 means unknown: keep the preceding location
                 caller = seen.get(tuple(inlined)) if inlined[0] else None
                 loc = seen[file, number, column] = Location(files.get(file, "?"), int(number), caller)
             continue
@@ -201,7 +201,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _is_scope(parts: list[str]) -> bool:
-    """Return whether a brace after ``parts`` delimits a scope, and not a vector or an initializer."""
+    """Return whether the brace after ``parts`` opens a scope, rather than a vector operand or an initializer."""
     return not parts or bool(_HEADER.search("".join(parts)))
 
 
@@ -222,7 +222,7 @@ def _variable(text: str) -> Variable:
     count = 1
     for dim in re.findall(r"\[(\d*)\]", match["dims"]):
         count *= int(dim or 0)
-    # After the type, .align is the alignment of what the pointer points to.
+    # The .align after a pointer's type is the alignment of the data that it points to, not of the parameter.
     align = re.search(r"\.align\s+(\d+)", match["marks"])
     values = re.findall(r"[^\s,{}]+", match["init"] or "")
     data = b"".join((_number(value).value % 2 ** (8 * each)).to_bytes(each, "little") for value in values)
@@ -249,7 +249,7 @@ def _number(text: str) -> Immediate:
 
 
 class _Scope:
-    """The registers and labels that one ``{ }`` declares. Inner scopes hide outer ones."""
+    """The registers and labels that one ``{ }`` of PTX declares. Inner scopes hide outer ones."""
 
     def __init__(self, parent: _Scope | None, serial: int) -> None:
         self.parent = parent
@@ -257,7 +257,7 @@ class _Scope:
         self.registers: dict[str, Register] = {}
         self.ranges: dict[str, tuple[str, int]] = {}
         self.labels: dict[str, str] = {}
-        # Resolved names by their text, filled once all declarations are known.
+        # A cache from an operand's text to the operand, used once all declarations of the function are known.
         self.operands: dict[str, Operand | None] = {}
 
     def declare(self, text: str) -> None:

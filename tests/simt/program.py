@@ -128,7 +128,7 @@ def _compile(parsed: Module, function: Function) -> Program:
 
 
 def _unguard(function: Function) -> Function:
-    """Replace the guard of an instruction that ends a block, or that synchronizes threads, by a jump around it."""
+    """Replace the guard (``@p``) of an instruction that ends a block or synchronizes threads by a jump around it."""
     instructions: list[Instruction] = []
     moved = {}
     labels = {}
@@ -149,13 +149,15 @@ def _unguard(function: Function) -> Function:
 
 
 def _split(function: Function) -> list[Block]:
-    """Split instructions into basic blocks.
+    """Split a function's instructions into basic blocks.
 
-    An instruction for whole warps starts a block, unless the warps are known to be converged.
+    An instruction that whole warps execute together starts a block, where the scheduler can gather the warp, unless the
+    preceding instruction was such a one: then the warp is still converged.
     """
     instructions, labels = function.instructions, function.labels
     starts = {0, len(instructions)} | set(labels.values())
-    # The kind and the member mask of the last warp-wide instruction in the current basic block, or None without one.
+    # The kind and member mask of the last warp-wide instruction in this block, after which its warps are converged; or
+    # None.
     together: tuple[str, object] | None = None
     for index, instruction in enumerate(instructions):
         kind = find(instruction.opcode)[2]
@@ -209,7 +211,7 @@ def _members(instruction: Instruction) -> Operand | None:
 
 
 def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the address of each variable, and the sizes of the memories.
+    """Return the address of each variable, and the sizes of static shared and of local memory.
 
     Dynamic shared memory gets no better alignment than it declares, so that a kernel cannot rely on luck.
     """
@@ -244,7 +246,7 @@ def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[st
 
 
 def _grain(instructions: list[Instruction], space: str) -> int:
-    """Return the width in bytes of the narrowest access to a state space, at most 4."""
+    """Return the width of the narrowest access to a state space, at most 4 bytes: the grain of its races."""
     others = {"global", "shared", "local", "param", "const"} - {space}
     sizes = [4]
     for instruction in instructions:
@@ -255,7 +257,7 @@ def _grain(instructions: list[Instruction], space: str) -> int:
 
 
 def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
-    """Return the registers written by each block that a later block may read."""
+    """Return, for each basic block, the registers that it writes and that a later block may read."""
     live_in = [set(code.reads) for code in codes]
     live_out: list[set[str]] = [set() for _ in codes]
     changed = True
@@ -271,7 +273,7 @@ def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
 
 
 def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tuple[str, Any], ...]) -> None:
-    """Store the results of a block in the registers of its active threads."""
+    """Store the results of a basic block in its threads' registers; ``full`` says that all threads are active."""
     if full:
         registers.update(results)
     else:
@@ -280,7 +282,7 @@ def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tupl
 
 
 def _function(number: int, code: BlockCode, live: set[str]) -> str:
-    """Return the Python text of the function for one block."""
+    """Return the text of the Python function that executes a basic block and stores its ``live`` registers."""
     head = [f"{name} = R[{name!r}]" for name in sorted(code.names.register(r) for r in code.reads.values())]
     head += [f"{special_variable(name)} = m.special[{name!r}]" for name in sorted(code.specials)]
     if code.uses_lanes:

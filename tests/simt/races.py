@@ -25,21 +25,22 @@ if TYPE_CHECKING:
 
 Array = Any
 MAX_RECENT = 256
-"""The number of reads that are collected before they are entered into the table."""
+"""The number of reads that are collected before they are entered into the table `reads` together, which is faster."""
 
 
 class _Readers:
-    """The threads of one access, as columns that broadcast over the access's grains."""
+    """The threads of one access as a column, which broadcasts against the grains of the access."""
 
     def __init__(self, races: Races, threads: Array) -> None:
         self.threads = threads[:, None]
         self.warps = self.threads >> 5
         self.bits = self.threads << AT_BITS
-        self.rows = races.column[self.warps] * races.grains  # the first column of the reads by each thread's warp
+        # Where each thread's warp has its row in the table of reads.
+        self.rows = races.column[self.warps] * races.grains
 
 
 class Races:
-    """The vector clocks of all warps and the access history of all shared memory."""
+    """The vector clocks of all warps, and the last accesses to each grain of all CTAs' shared memory."""
 
     def __init__(self, machine: Machine, grains: tuple[int, int]) -> None:
         self.machine, self.grain = machine, grains[0]
@@ -47,30 +48,33 @@ class Races:
         self.columns = machine.cluster_threads // 32  # the number of warps per cluster
         self.column = np.arange(warps) % self.columns
         self.alive = machine.live.reshape(warps, 32).any(axis=1)
-        # known[0, u, v]: warp u is ordered behind warp v up to this time; known[1]: so is its asynchronous proxy;
-        # known[2]: so are other CTAs that learn from u.
+        # known[0, u, v] is the time up to which warp u is ordered behind warp v's accesses. known[1] is the same for
+        # the asynchronous proxy of warp u, known[2] for CTAs that are ordered behind warp u (`fence`).
         self.known = np.zeros((3, warps, self.columns), np.int64)
-        self.known[:, :, ~self.alive[: self.columns]] = PENDING  # columns for padding threads
+        self.known[:, :, ~self.alive[: self.columns]] = PENDING  # no padding thread ever accesses memory
         self.time = np.ones(warps, np.int64)
-        self._stamp = np.zeros(warps, np.int64)  # each warp's time, as the high bits of the code of an access
-        self._limit = np.zeros(warps, np.int64)  # each warp is behind all accesses with lower codes
+        self._stamp = np.zeros(warps, np.int64)  # each warp's time, shifted to where an access code has it
+        # Each warp is ordered behind its own accesses whose codes are below this.
+        self._limit = np.zeros(warps, np.int64)
         self._all = np.arange(warps)
         self._update(self._all)
-        self.touched = np.zeros(machine.threads, np.int64)  # the time of the last access by single lanes of each warp
+        # For each thread, its warp's time at the thread's last access.
+        self.touched = np.zeros(machine.threads, np.int64)
         self.grains = machine.memory.shared.data.size // self.grain
         self.writes = np.zeros(self.grains, np.int64)
         self.reads = np.zeros(self.columns * self.grains, np.int64)
         self._has_reads = False
-        # Reads (grains, threads, access) that are not in the table yet.
+        # Reads that are not in the table `reads` yet: (grains, threads, access code).
         self._recent: list[tuple[Array, _Readers, Array]] = []
         self.globals = GlobalRaces(machine, self, grains[1])
-        # The time of the last access to each CTA's memory by other CTAs.
+        # By CTA and warp of its cluster: the time of the warp's last access to the CTA's shared memory from another
+        # CTA.
         self.visited = np.zeros((machine.blocks, self.columns), np.int64)
         self._everyone = _Readers(self, np.arange(machine.threads))
         self._last: tuple[Array, _Readers] = (self._everyone.threads, self._everyone)
 
     def _update(self, warps: Any) -> None:
-        """Recompute what depends on the clocks of these warps."""
+        """Recompute what is derived from the clocks of these warps."""
         time = self.time[warps]
         self.known[0, warps, self.column[warps]] = time
         self._stamp[warps] = time << TIME_SHIFT
@@ -80,10 +84,13 @@ class Races:
         self.time[warps] += 1
         self._update(warps)
 
-    # ---- accesses: byte positions in shared memory, one for each thread in ``lanes``
+    # Accesses. ``position`` is the first byte in the array of all CTAs' shared memory, by thread in ``lanes``.
 
     def read(self, position: Array, size: int, lanes: Any, at: int, together: bool = False) -> None:
-        """Record a read. With ``together`` a warp reads as a whole, and its lanes do not race."""
+        """Record a read.
+
+        ``together`` says that a whole warp reads at once (ldmatrix), so that its lanes do not race.
+        """
         grains, readers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, readers, at, "read")
         self._recent.append((grains, readers, self._stamp[readers.warps] | readers.bits | at))
@@ -93,7 +100,7 @@ class Races:
             self.touched[lanes] = self.time[readers.warps[:, 0]]
 
     def write(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """Record a write by the threads themselves."""
+        """Record a write by ordinary stores."""
         grains, writers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, writers, at, "write")
         self._check_reads(grains, writers, at, "write")
@@ -101,24 +108,24 @@ class Races:
         self.touched[lanes] = self.time[writers.warps[:, 0]]
 
     def start_write(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """Begin the write of an asynchronous copy, which is unordered with all accesses until ``finish_write``."""
+        """Begin the write of an asynchronous copy; it races with any access until `finish_write`."""
         grains, writers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, writers, at, "asynchronous write")
         self._check_reads(grains, writers, at, "asynchronous write")
         self.writes[grains] = access_code(PENDING, writers.threads, at)
 
     def check_known(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """Fail unless the last write is ordered before the threads."""
+        """Fail unless the last write to these bytes is ordered before the threads ``lanes``."""
         self._check_writes(self._grains(position, size), self._readers(lanes), at, "use")
 
     def finish_write(self, position: Array, size: int, lanes: Any, at: int, time: Array | None = None) -> None:
-        """End the write of a copy, at the time of the waiting thread's warp or, if given, at ``time``."""
+        """End the write of a copy that has landed, at the waiting warp's time or at ``time``."""
         grains, writers = self._grains(position, size), self._readers(lanes)
         stamp = self._stamp[writers.warps] if time is None else time << TIME_SHIFT
         self.writes[grains] = stamp | writers.bits | at
 
     def start_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """Begin a read by the asynchronous proxy; earlier stores must have been fenced."""
+        """Begin a read by the asynchronous proxy, which ``fence.proxy.async`` orders behind stores."""
         grains, readers = self._grains(position, size), self._readers(lanes)
         self._check_writes(grains, readers, at, "asynchronous read", proxy=1)
         self._settle_reads()
@@ -131,12 +138,12 @@ class Races:
         self.reads[readers.rows + grains] = self._stamp[readers.warps] | readers.bits | at
 
     def remote(self, owner: Array, threads: Array) -> None:
-        """Record that threads access the shared memory of the CTAs ``owner`` through the cluster."""
+        """Record that threads access the shared memory of other CTAs, ``owner``, of their cluster."""
         warps = threads >> 5
         self.visited[owner, self.column[warps]] = self.time[warps]
 
     def on_exit(self, active: Array) -> None:
-        """Fail if a CTA exits while others may still access its memory."""
+        """Fail if a CTA exits while other CTAs of its cluster may still access its shared memory."""
         machine = self.machine
         self.alive = machine.live.reshape(-1, 32).any(axis=1)
         rows = active.reshape(machine.blocks, -1)
@@ -217,7 +224,10 @@ class Races:
         address: Array = None,
         why: str = "",
     ) -> NoReturn:
-        """Report the first of the accesses [threads, grains] that are ``bad``; they race with ``access``."""
+        """Raise a Fault for the first of the accesses [threads, grains] that is ``bad``.
+
+        The message names the earlier ``access`` of the pair.
+        """
         machine = self.machine
         row, column = (int(index[0]) for index in np.nonzero(bad))
         other = int(np.broadcast_to(access, bad.shape)[row, column])
@@ -227,7 +237,6 @@ class Races:
         where_at = None if address is None else int(address[row, column])
         machine.fail("race", text, at, threads[:, 0], row, where_at)
 
-    # ---- synchronisation
 
     def meet(self, members: Array, released: Array) -> None:
         """Complete a barrier of a CTA: order the threads ``released`` behind all ``members``."""
@@ -276,7 +285,7 @@ class Races:
         self._advance(warps)
 
     def fence(self, active: Array) -> None:
-        """Execute ``__threadfence``: fence all accesses known to the warps, and acquire what they read by atomics."""
+        """Execute ``__threadfence``: publish what the warps know; acquire what their atomics have read."""
         warps = np.flatnonzero(self._warps(active))
         self.known[2, warps] = np.maximum(self.known[2, warps], self.known[0, warps])
         self.globals.fence(warps)

@@ -55,7 +55,7 @@ def simulate(case: Case) -> np.ndarray:
 
 
 class _Worker:
-    """A worker process that is replaced after a failed task, as a CUDA error makes its context unusable."""
+    """A worker process; it is replaced after a failed kernel, as a CUDA error makes its context unusable."""
 
     def __init__(self) -> None:
         self._pool: multiprocessing.pool.Pool | None = None
@@ -72,7 +72,7 @@ class _Worker:
 
 
 def save(path: Path, device: str, found: dict[str, np.ndarray]) -> None:
-    """Save all results as one array, which compresses better than many."""
+    """Save all results as one compressed array, which is smaller than one array per kernel."""
     sizes = [result.size for result in found.values()]
     words = np.concatenate([result.ravel() for result in found.values()])
     np.savez_compressed(path, device=device, names=np.array(list(found)), ends=np.cumsum(sizes), words=words)

@@ -86,7 +86,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
 
 
 def _place(plan: Any, buffers: Buffers) -> tuple[dict[str, int], list[Any]]:
-    """Return the address of each buffer, and the bytes to map there."""
+    """Return each buffer's address, and the bytes to map there; addresses keep the arrays' alignment."""
     places, memory = {}, []
     for window, (name, array) in enumerate(buffers.items(), 1):
         if array is None:
@@ -99,7 +99,7 @@ def _place(plan: Any, buffers: Buffers) -> tuple[dict[str, int], list[Any]]:
 
 
 def _parameters(program: Program, plan: Any, places: Mapping[str, int]) -> tuple[bytes, dict[int, tuple[Any, int]]]:
-    """Return the bytes of the kernel's parameters, and (tensor map, address of its buffer) by the map's address."""
+    """Return the bytes of the kernel's parameters, and (tensor map, buffer address) by the map's address."""
     if len(plan.arguments) != len(program.parameters):
         raise ValueError(f"arguments: {program.name} takes {len(program.parameters)}, got {len(plan.arguments)}")
     block = bytearray(program.parameter_bytes)

@@ -21,7 +21,7 @@ from tests.test_kernels import check_matmul
 
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
-"""Pairs of checks, with copies that land as late and as early as PTX allows."""
+"""Pairs of checks that catch a bug: with copies that land as late as PTX allows, and at once."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class Seed:
 
 
 Case: TypeAlias = tuple[AnyFamily, Config, device.Device, Problem]
-"""A launch on the simulator: the family and configuration of the kernel, the GPU, and the problem."""
+"""A launch to simulate: the kernel's family and configuration, the GPU, and the problem."""
 
 
 def make_case(seed: Seed) -> Case:
-    """Return the case of a bug: the kernel's last configuration that has the values that the bug asks for.
+    """Return the launch for a planted bug, with the last configuration that has the values ``seed.config``.
 
-    If no configuration that is tried by default has them, such as a tile far higher than M, the last configuration is
-    given these values.
+    If no configuration for the problem has them, such as a tile far higher than M, the last one gets these values.
     """
     here = device.nominal(seed.arch)
     family = FAMILIES[seed.kernel.removesuffix("_mma")]
@@ -59,7 +58,7 @@ def make_case(seed: Seed) -> Case:
 
 
 def outcome(case: Case, landing: str) -> str:
-    """Return the check that catches a planted bug, or "nothing"."""
+    """Return the check that fails when a launch is simulated, or "nothing" if it passes."""
     family, config, here, problem = case
     run = functools.partial(simt.run, landing=landing)
     return caught_by(lambda: check_matmul(run, problem, family, config, here, seed=0))
@@ -78,12 +77,12 @@ def caught_by(check: Callable[[], None]) -> str:
 
 @functools.cache
 def is_right(case: Case) -> bool:
-    """Return whether the kernel passes without the bug. Results are cached, because bugs share cases."""
+    """Return whether the launch passes with unchanged sources. Results are cached, because bugs share launches."""
     return outcome(case, "latest") == "nothing"
 
 
 def assert_caught(seed: Seed) -> None:
-    """Check that the kernel passes without the bug, and that the expected checks catch the bug."""
+    """Check that the kernel passes without the planted bug, and that with it the expected checks fail."""
     case = make_case(seed)
     assert is_right(case), "the kernel must be right before the bug is planted"
     with patched(seed.file, seed.old, seed.new):

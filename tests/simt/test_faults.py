@@ -20,7 +20,7 @@ HOPPER = (SAMPLES / "hopper.cuh").read_text(encoding="utf-8")
 
 @dataclass
 class Case:
-    """A kernel with an error: the body of ``fault(float* x, const float* y, int n)`` and the fault that is expected."""
+    """A kernel with an error: the body of ``fault(float* x, const float* y, int n)``, and the expected Fault."""
 
     kind: str
     body: str
@@ -32,7 +32,7 @@ class Case:
 
 
 ONE = (0, 0, 0)
-X = 1 << 36  # the address of the first buffer
+X = 1 << 36  # the address of the first buffer: each has 2**36 addresses to itself
 
 CASES = {
     "a store past the end": Case(
@@ -301,7 +301,7 @@ template <int N> __device__ void wait() { asm volatile("cp.async.wait_group %0;"
 
 
 def provoke(case: Case, prelude: str, arch: str) -> None:
-    """Run a case and check the kind, line, thread and address of its fault."""
+    """Run a case's kernel and check that it raises the expected Fault at the expected line, thread and address."""
     text = prelude.replace("#pragma once", "") + SIGNATURE + case.body + "\n}\n"
     launch = plan("fault.cu", ("x", "y", "z", np.int32(33)), arch=arch, **case.launch)
     y = np.zeros(64, np.float32)

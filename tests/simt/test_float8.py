@@ -30,7 +30,7 @@ VALUES = CODES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def results(case: Case, x: np.ndarray) -> np.ndarray:
-    """Return the results of a case's kernel for uint32 [operands, threads], by thread."""
+    """Return the results [words, threads] of a case's kernel for the inputs x, uint32 [operands, threads]."""
     buffers = case.buffers() | {"x": x}
     with source_text(case.source, case.kernel()):
         simt.run(case.plan(), buffers)
@@ -38,7 +38,10 @@ def results(case: Case, x: np.ndarray) -> np.ndarray:
 
 
 def converted(values: np.ndarray) -> np.ndarray:
-    """Return the codes of float32 values by cvt.rn.satfinite.e4m3x2.f32, whose second operand has even places."""
+    """Return the e4m3 codes to which the simulator's cvt.rn.satfinite.e4m3x2.f32 rounds float32 values.
+
+    The instruction takes two values; the second one goes to the low byte, so pairs are swapped on the way in.
+    """
     padded = np.zeros(-(-len(values) // (2 * THREADS)) * 2 * THREADS, np.float32)
     padded[: len(values)] = values
     codes = []
@@ -72,11 +75,14 @@ def test_codes_widen_to_their_values() -> None:
 
 @pytest.mark.parametrize("where", PRODUCTS)
 def test_products_are_those_of_the_values(where: str) -> None:
-    """Multiply by bytes 0 .. 3: as e4m3 they are 0 .. 3 times 2**-9, so the integer form gives the results."""
+    """The e4m3 codes 0 .. 3 are the values 0 ..
+
+    3 times 2**-9, so float8 products must be the integer ones times 2**-18.
+    """
     case = PRODUCTS[where]
     integers = CASES[case.name.replace("e4m3", "s8").replace("f32", "s32")]
     x = case.buffers()["x"]
-    x[6:] = 0  # the accumulators, which are 0 in both types
+    x[6:] = 0  # no accumulators: 0 has the same bits in both types
     assert x.max() <= 0x03030303
     wanted = results(integers, x).view(np.int32)
     assert wanted.any()

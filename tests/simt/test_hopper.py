@@ -27,7 +27,7 @@ def _samples() -> Iterator[None]:
 
 
 def tensor(name: str, array: np.ndarray, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
-    """Return the map of a C-ordered array, with boxes whose sizes are given innermost first."""
+    """Return a tensor map of a C-ordered array; box and array sizes are given innermost dimension first."""
     return TensorMap(name, array.dtype.name, array.shape[::-1], array.strides[-2::-1], box, swizzle)
 
 
@@ -78,7 +78,7 @@ def test_a_tensor_store_at_negative_coordinates_fails() -> None:
 
 @LANDINGS
 def test_tensor_copy_steps_over_rows_from_where_the_box_begins(landing: str) -> None:
-    """Boxes take 8 rows, every third of x, from rows 0, 8 and 16 on; rows beyond the last are zeros."""
+    """A box takes every third row of x, from row 0, 8 or 16 on; its rows beyond the last are zeros."""
     x = np.arange(1, 32 * 32 + 1, dtype=np.uint16).reshape(32, 32)
     y, raw = np.zeros((24, 32), np.uint16), np.zeros((3, 8, 32), np.uint16)
     maps = (replace(tensor("x", x, (32, 8)), steps=(1, 3)), tensor("y", y, (32, 8)))
@@ -134,7 +134,10 @@ def test_dependent_launch() -> None:
 
 
 def test_buffers_of_the_preceding_kernel_have_their_present_names() -> None:
-    """If a buffer were renamed, an early read of it would no longer be a fault."""
+    """Each buffer that the simulator guards until the PDL wait exists in a launch plan.
+
+    If a buffer were renamed, an early read of it would no longer be a fault.
+    """
     folder = Path(cupy_awq.__file__).parent / "kernels"
     text = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     assert [name for name in sorted(FRESH) if f'"{name}"' not in text] == []

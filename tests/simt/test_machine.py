@@ -18,7 +18,7 @@ from tests.simt.kernels import plan, source_text
 def execute(
     body: str, signature: str, arguments: tuple[Any, ...], buffers: dict[str, Any], **launch: Any
 ) -> LaunchPlan:
-    """Compile and run a kernel with the given signature and body."""
+    """Compile a kernel with the given C++ body and parameters, simulate it, and return its launch plan."""
     landing = launch.pop("landing", "latest")
     text = f'extern "C" __global__ void k({signature}) {{\n{body}\n}}\n'
     made = plan("k.cu", arguments, **launch)
@@ -28,7 +28,7 @@ def execute(
 
 
 def ints(body: str, count: int, **launch: Any) -> np.ndarray:
-    """Return the contents of ``int* y``, ``count`` zeros before, after a kernel."""
+    """Return what a kernel with the parameter ``int* y`` leaves in y, which holds ``count`` zeros before."""
     y = np.zeros(count, np.int32)
     execute(body, "int* y", ("y",), {"y": y}, **launch)
     return y
@@ -57,7 +57,7 @@ def test_a_switch_takes_each_thread_its_own_way() -> None:
 
 
 def test_a_spin_lock_between_blocks_ends() -> None:
-    """The holder of the lock is at a later instruction than the threads that spin, and must still be scheduled."""
+    """The lock's holder runs later code than the spinning threads; it must be scheduled nevertheless."""
     body = """
     if (threadIdx.x == 0) {
       while (atomicCAS(&y[0], 0, 1) != 0) {}
@@ -79,7 +79,7 @@ def test_a_block_waits_for_the_one_before_it() -> None:
       __threadfence();
       *turn = blockIdx.x + 1;
     }"""
-    # CTA 0 reads the turn in y[0], which is 0, as its operand; CTA i reads what CTA i - 1 wrote.
+    # CTA i takes its turn after CTA i - 1 and adds 2 to what that one wrote; y[0] counts the turns.
     y = ints(body, 9, grid=(8, 1, 1))
     assert y[0] == 8
     np.testing.assert_array_equal(y[1:], 2 + 2 * np.arange(8))

@@ -83,7 +83,7 @@ def numeric(operation: str, *values: Fraction | float) -> Fraction | float:
 
 
 def _zero_sum(values: list[float]) -> float:
-    """Return the sign of x * y + z if it is exactly zero: negative only if both terms are -0."""
+    """Return the zero of x * y + z for a sum that is exactly 0: -0 only if both terms are -0."""
     term = values[0] * values[1]
     return (
         -0.0 if term == 0 and values[2] == 0 and math.copysign(1, term) < 0 and math.copysign(1, values[2]) < 0 else 0.0
@@ -105,7 +105,7 @@ def bytes_of(word: int, kind: str) -> list[int]:
 
 
 def integer(case: Case, values: list[int]) -> int | None:
-    """Return the result of an integer instruction, or None if this reference does not implement it."""
+    """Return the result of an integer instruction, or None for one that this reference does not cover."""
     parts = case.name.split(".")
     kind = parts[-1]
     if kind not in ("s16", "u16", "s32", "u32", "s64", "u64", "b32", "b64"):
@@ -176,7 +176,7 @@ def _permute(raw: list[int]) -> int:
 
 
 def bit_field(name: str, kind: str, raw: list[int]) -> int:
-    """Return the result of the pseudo-code in the PTX ISA, bit by bit."""
+    """Return the result of ``bfe`` or ``bfi`` by the bit-by-bit pseudo-code of the PTX ISA."""
     bits = int(kind[1:])
     top = bits - 1
     if name == "bfe":
@@ -194,7 +194,7 @@ def bit_field(name: str, kind: str, raw: list[int]) -> int:
 
 
 def floating(case: Case, values: list[int]) -> int | None:
-    """Return the result of a floating-point instruction, or None if this reference does not implement it."""
+    """Return the result of a floating-point instruction by fractions, or None for one that is not covered here."""
     match = re.fullmatch(r"(add|sub|mul|fma)\.rn\.(f16|bf16|f32)(x2)?", case.name)
     if match:
         operation, kind, pair = match.groups()
@@ -239,7 +239,7 @@ def _by_parts(function: Callable[..., int], values: list[int], pair: str | None)
 
 
 def reference(case: Case) -> np.ndarray | None:
-    """Return the expected results, uint32 [words, THREADS], or None if the reference does not implement the case."""
+    """Return a case's expected results, uint32 [words, THREADS], or None if its instruction is not covered here."""
     if len(case.outputs) != 1:
         return None
     words = case.buffers()["x"]

@@ -23,7 +23,6 @@ ADDED = Problem(5, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), fusion=Fusion("add_
 NORMED = Problem(5, 192, 1024, 128, layouts=(AWQ, FRAGMENTS), fusion=Fusion("rms_norm_x", eps=1e-6))
 
 SEEDS = {
-    # Barriers
     "gemv: sums are read before all warps have left theirs": Seed(
         "gemv", 80, "gemm/gemv.cu",
         "    __syncthreads();\n    totals[r] = 0.0f;", "    totals[r] = 0.0f;", RACE, GEMV,
@@ -64,7 +63,6 @@ SEEDS = {
         "  __syncthreads();\n  if (!is_last) return false;", "  if (!is_last) return false;",
         ("uninitialised", "uninitialised"), config={"split_k": 2},
     ),
-    # Fences and waits
     "split-K: parts are not fenced before the count": Seed(
         "gemm_sm80", 80, "common/reduce.cuh",
         "  __threadfence();\n  __syncthreads();\n", "  __syncthreads();\n", RACE, config={"split_k": 2},
@@ -81,7 +79,6 @@ SEEDS = {
     "cp.async: copies are never closed into groups": Seed(
         "gemm_sm80", 80, "common/copy_to_shared.cuh", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
     ),
-    # Stages
     "gemm_mma: a stage is refilled one step too early": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
         "start_stage(tile_ahead, stage == 0 ? C::kStages - 1 : stage - 1);", "start_stage(tile_ahead, stage);",
@@ -253,7 +250,6 @@ SEEDS = {
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu",
         "            pipeline.consumer_wait(state);\n", "", ("in flight", "uninitialised"), REPACKED_MANY,
     ),
-    # Bounds and masks
     "gemv: the last lanes are not held back from beyond n": Seed(
         "gemv", 80, "gemm/gemv.cu",
         "min(weight_column<Options, kBlockN>(blockIdx.x, lane * 8, n), n - 8)",
@@ -285,7 +281,6 @@ SEEDS = {
         "gemm_simt", 60, "gemm/gemm_simt.cu", "if (row >= m || column >= n) continue;", "if (column >= n) continue;",
         OUTSIDE,
     ),
-    # Arithmetic and layouts
     "gemm_mma: the halves of the second operand are swapped": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh", "group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
         "group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,

@@ -9,9 +9,9 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 UNEVEN = Problem(20, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
-"""A problem with tiles of 24 rows, of which the CTAs of a cluster of five own 6, 6, 6, 6 and none."""
+"""A problem with a tile of 24 rows, of which the five CTAs of a cluster sum 6, 6, 6, 6 and none."""
 SEVERAL = Problem(136, 64, 1152, 128, layouts=(AWQ, FRAGMENTS))
-"""A problem with two tiles of 72 rows, of which the CTAs of a cluster of five own 16, 16, 16, 16 and 8."""
+"""A problem with two tiles of 72 rows, of which the five CTAs of a cluster sum 16, 16, 16, 16 and 8 rows."""
 EPILOGUE, REDUCTION = "gemm/gemm_sm90_epilogue.cuh", "hopper/cluster_reduction.cuh"
 INVALID = ("invalid", "invalid")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs planted in the reduction of stream-K units, which several clusters share; each must be caught."""
+"""Bugs planted in stream-K's reduction, by which clusters that share a tile add up; each must be caught."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from tests.simt.seeds import DEADLOCK, RACE, VALUES, Seed, assert_caught
 
 PROBLEM = Problem(140, 384, 768, 128, layouts=(AWQ, FRAGMENTS))
-"""A problem with six tiles of 80 rows and 128 columns, of six k tiles each. Partial sums pass through the pipeline."""
+"""A problem with six tiles of 80 rows and 128 columns, whose K of 768 is six k tiles of 128 for stream-K to share out.
+
+CTAs receive the partial sums of others through the stages of the pipeline.
+"""
 GATED = Problem(140, 768, 768, 128, gated=True, activation="silu", layouts=(AWQ, FRAGMENTS))
-"""A problem with six tiles of 80 rows and 256 columns, of six k tiles each. Warpgroups read partial sums."""
+"""A gated problem with six tiles of 80 rows and 256 columns (gate and up), with six k tiles of 128 each.
+
+Warpgroups read the partial sums of other CTAs from global memory.
+"""
 EPILOGUE, REDUCE = "gemm/gemm_sm90_large_epilogue.cuh", "common/reduce.cuh"
 COPY = (
     "      pipeline.producer_acquire(state);\n"
@@ -32,7 +38,7 @@ FENCE = "  __threadfence();\n"
 def stream_k(
     old: str, new: str, caught: tuple[str, str], problem: Problem = PROBLEM, cluster: int = 1, file: str = EPILOGUE
 ) -> Seed:
-    """Return a bug for a launch in which two clusters, and without pairs of CTAs also three, share a unit."""
+    """Return a bug and a launch in which two clusters, and without pairs of CTAs also three, share a tile."""
     units, clusters = (3, 7) if cluster == 1 else (3, 4)
     config: dict[str, Any] = {
         "cluster": cluster,

@@ -20,7 +20,7 @@ ABSENT = np.uint32(0x7FFFDEAD)
 
 
 class Warps:
-    """The shuffle, vote, match and reduction instructions."""
+    """The execution of shuffle, vote, match, redux and elect for all warps at once."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -32,7 +32,7 @@ class Warps:
         return (value if np.ndim(value) else np.full(threads, value)).reshape(-1, 32)
 
     def bits(self, mask: Array) -> Array:
-        """Return, for each thread, the word whose set bits are the lanes of its warp that are in ``mask``."""
+        """Return for each thread a 32-bit word in which bit i says whether lane i of its warp is in ``mask``."""
         words = np.packbits(self.rows(mask), axis=1, bitorder="little").view("<u4")
         return np.repeat(words, 32, axis=1).ravel()
 
@@ -51,7 +51,7 @@ class Warps:
         return found, valid
 
     def _source(self, mode: str, offset: Array, clamp: Array) -> tuple[Array, Array]:
-        """Return the thread from which each thread reads, by the ISA's formulas, and whether its lane is in range."""
+        """Return the source thread of each thread by the PTX ISA's formulas, and whether its lane is in range."""
         offset = offset & 31
         segment = clamp >> np.uint32(8) & np.uint32(31)
         limit = (LANE & segment) | (clamp & 31 & ~segment)
@@ -100,14 +100,14 @@ class Warps:
         return np.repeat(result, 32)
 
     def elect(self, active: Array, members: Array) -> tuple[Array, Array]:
-        """Return the lowest participating lane, and whether it is this lane."""
+        """Execute ``elect``: return the lowest participating lane, and for each thread whether it is that lane."""
         taking = self.rows(active & ((self.rows(members) >> LANE.astype(np.uint32)) & 1).astype(bool).ravel())
         lowest = taking.argmax(axis=1)[:, None]
         return np.repeat(lowest.astype(np.uint32), 32), (taking & (lowest == LANE)).ravel()
 
 
 class Matrices:
-    """The matrix loads, stores and ``mma``.
+    """The execution of ``ldmatrix``, ``stmatrix`` and ``mma`` for all warps at once.
 
     The fragments' layouts follow the ISA's figures. With group = lane // 4 and t = lane % 4, register r of A holds row
     group + 8 * (r % 2) and, for e elements a register, columns 4 * e * (r // 2) + e * t + (0 .. e - 1).
@@ -117,7 +117,7 @@ class Matrices:
         self.machine = machine
 
     def whole_warps(self, active: Array) -> Array:
-        """Return the indices of the active warps; in each warp, either all lanes are active or none."""
+        """Return the numbers of the active warps. Fail if only some lanes of a warp are active."""
         return np.flatnonzero(active.reshape(-1, 32)[:, 0])
 
     def load(self, address: Array, active: Array, count: int, transposed: bool, at: int) -> list[Array]:
@@ -163,7 +163,7 @@ class Matrices:
         return self.accumulate(product, c, warps, added, saturate)
 
     def left(self, a: tuple[Array, ...], warps: Array, rows: int, kind: str) -> Array:
-        """Return A as float32 [warps, rows, depth]."""
+        """Return operand A as float32 [warps, rows, depth] from its registers."""
         values = elements(self._from_registers(a, warps), kind)  # [register, warp, lane, element]
         count, each = len(a), values.shape[-1]
         high = rows // 8
@@ -171,7 +171,7 @@ class Matrices:
         return values.reshape(len(warps), rows, -1)
 
     def right(self, b: tuple[Array, ...], warps: Array, kind: str) -> Array:
-        """Return the transpose of B as float32 [warps, 8, depth]."""
+        """Return operand B, transposed, as float32 [warps, 8, depth] from its registers."""
         values = elements(self._from_registers(b, warps), kind)
         values = values.reshape(len(b), len(warps), 8, 4, -1).transpose(1, 2, 0, 3, 4)
         return values.reshape(len(warps), 8, -1)
@@ -214,8 +214,8 @@ class Matrices:
 def matmul(left: Array, right: Array) -> Array:
     """Return left @ right^T for stacks of float32 matrices, with each element rounded once.
 
-    BLAS in float32 is no substitute: its order of additions depends on the position of a row, which it does not on
-    tensor cores.
+    BLAS in float32 is no substitute: its order of additions depends on the position of a row, while tensor cores
+    compute all rows alike.
     """
     return (left.astype(np.float64) @ right.astype(np.float64).swapaxes(1, 2)).astype(np.float32)
 

@@ -27,7 +27,7 @@ SWIZZLE = np.array([0, 128, 64, 32])
 
 @dataclass
 class _Reads:
-    """Pending reads: 16-byte chunks that the warps of ``lanes`` may still read, with each warp's ``group``."""
+    """Pending reads of 16-byte chunks by wgmma: ``lanes`` names the warps, ``group`` the wgmma group of each."""
 
     lanes: Array
     position: Array
@@ -37,7 +37,10 @@ class _Reads:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape, types and flags of an opcode. ``depth`` is in elements; the flags negate or transpose A and B."""
+    """The shape, types and flags of a wgmma opcode.
+
+    ``depth`` is its K in elements. ``negative`` and ``transposed`` are flags of (A, B).
+    """
 
     columns: int
     depth: int
@@ -113,9 +116,9 @@ class Warpgroups:
         shared: bool,
         at: int,
     ) -> Array:
-        """Return a matrix [groups, rows, depth] as float32.
+        """Return an operand in shared memory as float32 [groups, rows, depth], and record that it is being read.
 
-        If ``shared``, each warp reads all of it; else each warp reads 16 rows.
+        If ``shared``, as for B, each of the four warps reads all of it; else, as for A, each warp reads 16 rows.
         """
         machine = self.machine
         lanes = groups * 128
@@ -169,7 +172,7 @@ class Warpgroups:
         return swizzle(start + place, wide)
 
     def _record(self, races: Races, position: Array, lanes: Array, shared: bool, at: int) -> None:
-        """Record the reads: each warp reads all rows, or a fourth of the rows."""
+        """Record reads of an operand: each warp reads all rows (B), or its fourth of the rows (A)."""
         warps = lanes[:, None] + 32 * np.arange(4)
         count = position[0].size
         if shared:

@@ -22,7 +22,7 @@ extern "C" __global__ void bulk_copy(const float* x, float* y, int n) {
   for (int tile = blockIdx.x; tile * SIZE < n; tile += gridDim.x, ++step) {
     const int stage = step & 1;
     if (threadIdx.x == 0 && (tile + gridDim.x) * SIZE < n) {
-      bulk_wait_read();  // the next stage's last tile has left
+      bulk_wait_read();  // the bulk copy out of the next stage has read it, so the stage can be overwritten
       fetch(tile + gridDim.x);
     }
     mbarrier_wait(&full[stage], step >> 1 & 1);

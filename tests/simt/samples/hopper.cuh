@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sm_90 instructions that the samples use, one a function. PTX ISA 9.7.9.25 and 9.7.13.15.
+// Wrappers of the sm_90 instructions that the samples use, one function per instruction (PTX ISA 9.7.9.25, 9.7.13.15).
 #pragma once
 
 using uint16_t = unsigned short;
@@ -94,7 +94,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWEST) : "memory");
 }
 
-// A matrix in shared memory: swizzle 1 is 128 bytes, 2 is 64, 3 is 32, 0 is none; offsets in bytes.
+// The wgmma descriptor of a matrix in shared memory. Offsets are in bytes; swizzle 1 is 128 bytes, 2 is 64, 3 is 32, 0
+// is none.
 __device__ __forceinline__ uint64_t descriptor(const void* start, uint64_t leading, uint64_t stride, uint64_t swizzle) {
   return (shared_address(start) & 0x3ffff) >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | swizzle << 62;
 }
