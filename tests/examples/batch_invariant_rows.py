@@ -12,7 +12,8 @@ rng = np.random.default_rng(0)
 weight = cupy_awq.quantize(rng.standard_normal((512, 256), np.float32))
 batch = rng.standard_normal((64, 512)).astype(np.float16)
 
-layer = cupy_awq.AwqLinear(weight, batch_invariant=True)  # also of `gemm`, and of `cupy_awq.llm.load` for a model
+# `gemm` and, for a whole model, `cupy_awq.llm.load` take the same option.
+layer = cupy_awq.AwqLinear(weight, batch_invariant=True)
 together = layer(batch)
 for rows in (1, 7, 64):
     alone = np.concatenate([layer(part) for part in np.split(batch, range(rows, 64, rows))])

@@ -10,7 +10,7 @@ import cupy_awq
 
 rng = np.random.default_rng(0)
 w = rng.standard_normal((256, 128), np.float32)  # [K, N]
-mixing = rng.standard_normal((32, 256), np.float32)  # correlated channels, as those of a language model are
+mixing = rng.standard_normal((32, 256), np.float32)  # inputs with correlated channels, as a language model has
 
 
 def draw(tokens: int) -> np.ndarray:

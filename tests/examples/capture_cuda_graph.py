@@ -15,7 +15,7 @@ def has_gpu() -> bool:
         import cupy
 
         return bool(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # CuPy is missing, or there is no driver
+    except Exception:  # CuPy is not installed, or there is no driver
         return False
 
 
@@ -31,7 +31,7 @@ if has_gpu():
     plan = layer.plan(x, out=y)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        plan(x, y)  # the first launch loads the kernel
+        plan(x, y)  # The first launch loads the kernel, which a capture cannot do.
         stream.begin_capture()
         plan(x, y)
         graph = stream.end_capture()

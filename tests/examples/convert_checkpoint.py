@@ -25,4 +25,4 @@ with tempfile.TemporaryDirectory() as folder:
     x = np.ones((1, 576), np.float16)
     name = "model.layers.0.mlp.up_proj"
     print(f"{name}: equal bits {bool((before[name](x) == after[name](x)).all())}")
-    del after  # before the folder goes: on Windows a mapped file cannot be removed
+    del after  # close the mapped files first: Windows cannot delete a folder with open files

@@ -11,7 +11,7 @@ import cupy_awq
 # M, K, N of a layer on an H100: the kernels with their times, the choice, and the reason of each refusal.
 print(cupy_awq.explain(16, 4096, 12288, arch=90, layer=True))
 
-# On another architecture, by `gemm` on the tensors of a checkpoint.
+# Another architecture, for `gemm` on the tensors of a checkpoint as they are.
 print(cupy_awq.explain(16, 4096, 12288, arch=80).splitlines()[-1])
 
 try:

@@ -13,7 +13,7 @@ x = rng.standard_normal((4, 256)).astype(np.float16)  # [M, K]
 bias = rng.standard_normal(512).astype(np.float16)  # [N]
 weight = quantize(rng.standard_normal((256, 512), np.float32) / 16)
 
-# The same function, on tensors as a checkpoint holds them: activation(x @ W + bias).
+# `gemm` takes the tensors as a checkpoint holds them: activation(x @ W + bias).
 y = gemm(x, weight.qweight, weight.scales, weight.qzeros, bias=bias, activation="gelu")
 print(f"gelu(x @ W + bias): {y.shape} {y.dtype}")
 

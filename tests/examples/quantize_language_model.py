@@ -41,7 +41,8 @@ def write_model(folder: Path) -> Path:
 
 
 with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
-    texts = [Path(__file__).read_text(encoding="utf-8")]  # take documents like those that the model is used for
+    # For a real model, take documents of the kind that it will be used for.
+    texts = [Path(__file__).read_text(encoding="utf-8")]
     print(llm.quantize(write_model(Path(source)), target, texts, group_size=16, samples=2).text())
     answer = llm.load(target, device="cpu").generate("Hello", raw=True, max_tokens=4)[0]
     print(f"generated {len(answer.tokens)} tokens")

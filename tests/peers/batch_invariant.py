@@ -34,9 +34,9 @@ from cupy_awq.tools.operations import cold_weights
 from cupy_awq.tools.table import render
 
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 28672))
-"""The shapes (K, N) to time."""
+"""The (K, N) of the weights that are timed."""
 ROWS = (1, 8, 64, 512)
-"""The values of M to time."""
+"""The numbers of rows, M, that are timed."""
 TEXT = (
     "Microseconds per call with the default order of additions along K and with batch_invariant=True, and their ratio."
     " AwqLinear reads its repacked weight, gemm the AWQ tensors."
@@ -46,14 +46,14 @@ Call = Callable[[], object]
 
 
 def build_all(problems: list[Problem], here: device.Device) -> None:
-    """Compile the kernels of all problems with one thread per core."""
+    """Compile the kernels that the library chooses for the problems, with one thread per CPU core."""
     kernels = {select.choose(problem, here).plan.kernel: None for problem in problems}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiler.build, kernels))
 
 
 def measure(index: int) -> list[list[Any]]:
-    """Return the rows of the table: call, shape, M, default us, batch-invariant us, and their ratio."""
+    """Time the default and the batch-invariant mode; return rows of (call, shape, M, default us, us, ratio)."""
     import cupy
 
     here = device.of(index)

@@ -62,16 +62,11 @@ MAX_ERROR = 2e-2
 READ_BYTES = 1 << 30
 """The size in bytes of the memory over which the plain reads rotate."""
 PRODUCT_SIZE = 8192
-"""M, N and K of the fp16 product whose rate is the upper bound of arithmetic."""
+"""M, N and K of the float16 product of cuBLAS whose rate counts as the most that arithmetic can reach."""
 
 
 class Ceilings:
-    """Graphs that do only one part of a GEMM's work, reads or arithmetic, and the rates that they reach.
-
-    Attributes:
-        read_gbs: the read bandwidth in GB/s.
-        fp16_tflops: the rate of cuBLAS in float16 for M = N = K = PRODUCT_SIZE, in TFLOP/s.
-    """
+    """The speed limits of this GPU: CUDA graphs of plain reads and of cuBLAS products, and the rates they reach."""
 
     def __init__(self) -> None:
         import cupy
@@ -92,7 +87,7 @@ class Ceilings:
         self.fp16_tflops = 2 * PRODUCT_SIZE**3 / us / 1e6
 
     def product(self, length: int) -> Graph:
-        """Return a graph of ``length`` cuBLAS products."""
+        """Return a graph of ``length`` float16 products by cuBLAS with M = N = K = PRODUCT_SIZE."""
         import torch
 
         from tests.peers import libraries
@@ -122,7 +117,7 @@ class Ceilings:
 
 
 class Shape:
-    """The calls of all libraries for one random weight [K, N]."""
+    """A random weight [K, N] with the calls of every library on it."""
 
     def __init__(self, k: int, n: int, names: list[str], ms: list[int]) -> None:
         import torch
@@ -142,10 +137,9 @@ class Shape:
         self._x = torch.randn(max(ms), k, device="cuda")
 
     def rows(self, m: int, ceilings: Ceilings, least_us: float) -> list[dict[str, Any]]:
-        """Return the rows of the file for M.
+        """s Return the rows of the file for M.
 
-        They hold the time of each library, its error, and whether that is small; and as libraries "read", the plain
-        read; "arithmetic", the arithmetic at the rate of cuBLAS; and "roof", the roofline, but at least ``least_us``.
+        => Time all libraries with M rows of x and return the results as rows of the JSON file.
         """
         import torch
 
@@ -203,7 +197,7 @@ def recorded_us(recorded: dict[str, Any], shape: str, m: int, marlin_us: float) 
 
 
 def print_table(rows: list[dict[str, Any]], names: list[str], bound: str) -> None:
-    """Print the times of one shape, one line per M."""
+    """Print the microseconds of all libraries and the ratios to the roofline for one shape, a line per M."""
     header = [*names, "rec", "read", bound, f"our/{bound}", "best/our"]
     print(f"\nK={rows[0]['k']} N={rows[0]['n']}   microseconds\n{'M':>5} " + " ".join(f"{name:>8}" for name in header))
     for m in dict.fromkeys(row["m"] for row in rows):
@@ -218,15 +212,7 @@ def print_table(rows: list[dict[str, Any]], names: list[str], bound: str) -> Non
 
 
 class Run:
-    """The results of this run, which are printed at once and written to the file after each step.
-
-    Attributes:
-        gpu: the name of the GPU.
-        read_gbs, fp16_tflops: its measured rates, as in `Ceilings`.
-        seed: the seed of the random problems, or None.
-        rows: the microseconds of every shape, M and peer.
-        choices: the results of first_choice.py.
-    """
+    """The results of one run of this script; each step prints its results and writes all of them to the file."""
 
     def __init__(self, path: Path | None, seed: int | None, ceilings: Ceilings) -> None:
         import torch
@@ -240,9 +226,9 @@ class Run:
         self._recorded = json.loads((HERE / "recorded.json").read_text())
 
     def write(self) -> Comparison:
-        """Write the results so far to the file, if there is one, and return them."""
+        """Write the results so far to the JSON file, if one was asked for, and return them."""
         run = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        # An absolute path names a folder of one machine only.
+        # Absolute paths of the command line exist on one machine only: keep their last part.
         words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
         run["command"] = " ".join(["python", *words])
         if self._path:
@@ -251,7 +237,7 @@ class Run:
         return Comparison(run)
 
     def measure(self, k: int, n: int, names: list[str], ms: list[int]) -> None:
-        """Measure all peers ``names`` for a weight [K, N] at each M of ``ms``."""
+        """Time all libraries in ``names`` on a weight [K, N] at each M of ``ms``."""
         import cupy
         import torch
 
@@ -315,7 +301,6 @@ def print_summary(comparison: Comparison, against: Path | None) -> None:
 
 
 def main() -> None:
-    """Measure, print and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="fp16,fp16_tn,marlin,machete,fbgemm,ours")
     parser.add_argument("--shapes", default="4096x4096,4096x12288,12288x4096,8192x8192,8192x28672,28672x8192")

@@ -42,13 +42,13 @@ TEXT = (
 
 
 def copies(weight: PackedWeight, order: Any) -> list[AwqLinear]:
-    """Return layers whose repacked weights together are four times the L2 cache."""
+    """Return layers with copies of a weight, of four times the L2 cache together, so that reads come from HBM."""
     count = max(2, -(-4 * device.current().l2_bytes // weight.nbytes))
     return [AwqLinear(weight, order=order) for _ in range(count)]
 
 
 def layers() -> list[list[Any]]:
-    """Return the rows of the table: shape, M, microseconds without and with an order, their ratio, and who gathers."""
+    """Time single layers; return rows of (shape, M, us without and with an order, ratio, kernel that gathers x)."""
     pairs = {}
     for k, n in SHAPES:
         order = cupy.asarray(np.random.default_rng(2).permutation(k).astype(np.int32))
@@ -57,7 +57,8 @@ def layers() -> list[list[Any]]:
         pairs[k, n] = copies(weight, None), copies(weight, order)
     jobs = [(some[0], (m, k)) for (k, _), pair in pairs.items() for some in pair for m in ROWS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: job[0].plan(job[1]), jobs))  # The first call compiles the kernels.
+        # The first call of each plan compiles its kernels, here in parallel.
+        list(pool.map(lambda job: job[0].plan(job[1]), jobs))
     rows = []
     for (k, n), (without, having) in pairs.items():
         for m in ROWS:
@@ -91,7 +92,7 @@ def with_orders(files: ModelFiles) -> ModelFiles:
 
 
 def decode_steps(name: str) -> None:
-    """Print the microseconds of a decode step without and with activation orders, for 1 and 16 sequences."""
+    """Print how many microseconds a decode step takes without and with activation orders, for 1 and 16 sequences."""
     synthetic = bench_llm.synthetic
     for label, make in (("without", synthetic), ("with", lambda *a, **o: with_orders(synthetic(*a, **o)))):
         bench_llm.synthetic = make
@@ -101,7 +102,6 @@ def decode_steps(name: str) -> None:
 
 
 def main() -> None:
-    """Measure and print; with --json, write a table for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the table of single layers to this file")
     parser.add_argument("--model", help=f"measure a decode step instead: one of {', '.join(bench_llm.SHAPES)}")

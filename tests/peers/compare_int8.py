@@ -69,7 +69,7 @@ def copies(nbytes):
 
 
 def peer(calls):
-    """Return the microseconds per call of PyTorch, measured in the same way as `timing.on_gpu`."""
+    """Return the microseconds per call of PyTorch calls, captured and timed as `timing.on_gpu` does it for CuPy."""
     for call in calls:
         call()
     stream = torch.cuda.Stream()
@@ -105,7 +105,7 @@ def ours(calls):
 
 
 def in_turns(*functions):
-    """Return the microseconds per call of each list of calls, whose graphs are replayed round-robin."""
+    """Return the microseconds per call of each list of calls; their graphs are replayed round-robin."""
     stream = cp.cuda.Stream(non_blocking=True)
     graphs = []
     cp.cuda.Device().synchronize()
@@ -273,7 +273,7 @@ def convolutions(batches):
             x = cp.random.standard_normal((batch, side, side, ci)).astype(cp.float16)
             out = (side - 1) // stride + 1
             y = cp.empty((batch, out, out, co), cp.float16)
-            # NHWC in memory (channels last), the layout that cuDNN prefers.
+            # channels last, the layout in which cuDNN's tensor-core kernels are fastest
             tx = torch.from_dlpack(x).permute(0, 3, 1, 2)
             times = [ours([lambda w=w: conv2d(x, w, layout="NHWC", out=y, **options) for w in ws]) for ws in (w4, w8)]
             times.append(peer([lambda w=w: torch.nn.functional.conv2d(tx, w, **options) for w in f16]))

@@ -67,7 +67,6 @@ def quantize(w: Array) -> Q4K:
 
 
 def main() -> None:
-    """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a text file, such as a few pages of prose")
     text = parser.parse_args().text.read_text(encoding="utf-8")

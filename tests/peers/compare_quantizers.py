@@ -63,7 +63,7 @@ def plain_paragraphs(text: str) -> list[str]:
         text = text.replace(entity, character)
     text = re.sub(r"(?s)<!--.*?-->|<ref[^>/]*/>|<ref.*?</ref>|<math.*?</math>", "", text)
     before = ""
-    while before != text:  # Repeat, as templates, tables and links nest.
+    while before != text:  # Templates, tables and links nest: remove the innermost ones until none is left.
         before = text
         text = re.sub(r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}|\[\[(?:File|Image|Category):[^\[\]]*\]\]", "", text)
         text = re.sub(r"\[\[(?!File:|Image:|Category:)(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1", text)
@@ -80,7 +80,7 @@ def manual() -> str:
 
 
 def cut(tokenizer: Any, text: str) -> str:
-    """Return the first `EVALUATED` tokens of a text, as text."""
+    """Return the first `EVALUATED` tokens of a text, decoded to text again."""
     ids = tokenizer.encode(text)
     if len(ids) < EVALUATED:
         raise SystemExit(f"evaluation text: expected {EVALUATED} tokens, got {len(ids)}")
@@ -95,7 +95,7 @@ def losses(folder: Path, texts: list[str]) -> list[float]:
 
 
 def measure(work: Path, model: str, group_sizes: list[int]) -> dict[str, Any]:
-    """Return the table, which is also written to the file after each method."""
+    """Quantize a model by every method and group size; return the table of perplexities, also written to a file."""
     dense = work / "dense"
     if not dense.exists():
         write_dense_model.write(llm.read(model), dense)
@@ -123,7 +123,10 @@ def measure(work: Path, model: str, group_sizes: list[int]) -> dict[str, Any]:
 def row(
     group_size: Any, method: str, found: list[float], original: list[float], nearest: list[float] | None, seconds: Any
 ) -> list[Any]:
-    """Return a row of the table from the losses per token in nats."""
+    """Return a row of the table for one method, given the losses in nats per token of its model and of two others.
+
+    These are the unquantized model and the one that is rounded to nearest.
+    """
     perplexities = [math.exp(loss) for loss in (*found, sum(found) / 2)]
     base = math.exp(sum(original) / 2)
     removed = "" if nearest is None else f"{1 - (perplexities[2] - base) / (math.exp(sum(nearest) / 2) - base):.0%}"
@@ -132,7 +135,7 @@ def row(
 
 
 def describe(rows: list[list[Any]]) -> dict[str, Any]:
-    """Return the table with its title and text, as render.py reads it."""
+    """Return the table with title and explanation, in the form from which render.py writes RESULTS.md."""
     return {
         "title": "quantize, SmolLM2-135M",
         "gpu": f"{os.cpu_count()} CPU cores ({platform.machine()})",
@@ -149,7 +152,6 @@ def describe(rows: list[list[Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models; must not hold results")
     parser.add_argument("--model", default="smollm2", help="a model that cupy_awq.llm.read takes (default: smollm2)")

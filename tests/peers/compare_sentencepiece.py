@@ -42,7 +42,7 @@ RANGES = ((0x20, 0x7E), (0xA1, 0xD7FF), (0x1F300, 0x1F6FF))
 
 
 def train(text: str, size: int, prefix: bool) -> Any:
-    """Return a SentencePiece processor of ``size`` tokens trained on ``text``."""
+    """Return a SentencePiece BPE model of ``size`` tokens trained on ``text``; ``prefix`` adds a space in front."""
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text.splitlines()),
@@ -62,7 +62,7 @@ def train(text: str, size: int, prefix: bool) -> Any:
 
 
 def describe(processor: Any, prefix: bool) -> dict[str, Any]:
-    """Return the metadata fields that describe a SentencePiece tokenizer in a GGUF file."""
+    """Return the metadata of a GGUF file (tokens, scores, types, options) for a trained SentencePiece model."""
     ids = range(processor.get_piece_size())
 
     def kind(i: int) -> int:
@@ -84,7 +84,7 @@ def describe(processor: Any, prefix: bool) -> dict[str, Any]:
 
 
 def load(fields: dict[str, Any]) -> Any:
-    """Return the cupy_awq tokenizer for a GGUF file's metadata fields, given as JSON values."""
+    """Return the tokenizer that cupy_awq builds from the metadata of a GGUF file, given as JSON values."""
     scores = np.array(fields["tokenizer.ggml.scores"], np.float32)
     types = np.array(fields["tokenizer.ggml.token_type"], np.int32)
     arrays = {"tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": types}
@@ -113,7 +113,6 @@ def draw_text(rng: random.Random, corpus: str) -> str:
 
 
 def main() -> None:
-    """Train the models, compare the tokenizers and print the number of equal texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, nargs="+", help="text files to train on")
     parser.add_argument("--texts", type=int, default=20_000, help="the number of texts for each model")

@@ -66,7 +66,7 @@ def draw_rope(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_config(rng: random.Random) -> dict[str, Any]:
-    """Return the random contents of a config.json."""
+    """Return a config.json with a random architecture, sizes, biases, tied or untied head, and RoPE."""
     kv_heads = rng.choice([1, 2, 3])
     heads = kv_heads * rng.choice([1, 2, 4])
     table: dict[str, Any] = {
@@ -114,14 +114,14 @@ def write_model(table: dict[str, Any], folder: Path, seed: int) -> None:
 
 
 def their_logits(folder: Path, ids: list[int]) -> np.ndarray:
-    """Return the logits [S, V] of transformers."""
+    """Return the logits [S, V] that transformers computes for a model's folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].numpy()
 
 
 def our_logits(folder: Path, ids: list[int]) -> np.ndarray:
-    """Return the logits [S, V] of cupy_awq."""
+    """Return the logits [S, V] that cupy_awq computes for a model's folder on the CPU."""
     files = llm.read(folder)
     model = build_model(files, NumpyOps(files.config))
     cache = model.ops.make_cache(1, len(ids))
@@ -129,14 +129,14 @@ def our_logits(folder: Path, ids: list[int]) -> np.ndarray:
 
 
 def compare(table: dict[str, Any], seed: int) -> tuple[str, str]:
-    """Return the outcome of one model and its details."""
+    """Compare the logits of one random model; return "equal", "different" or who refused it, and why."""
     ids = np.random.default_rng(seed).integers(0, VOCAB, TOKENS).tolist()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
             write_model(table, folder, seed)
             theirs = their_logits(folder, ids)
-        except Exception as error:  # transformers raises many types of errors
+        except Exception as error:  # transformers raises errors of many types for the configurations that it refuses
             return "refused by transformers", f"{type(error).__name__}: {error}"
         try:
             ours = our_logits(folder, ids)
@@ -147,7 +147,6 @@ def compare(table: dict[str, Any], seed: int) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Compare the models and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -30,14 +30,14 @@ Cell = tuple[int, int, int]
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a table in Markdown from its header and rows of cells."""
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def mean(values: Iterable[float]) -> str:
-    """Return the geometric mean with two decimals, or "" if there are no values."""
+    """Return the geometric mean of the values that are not NaN, as a text with two decimals; "" if there are none."""
     some = [value for value in values if not math.isnan(value)]
     return f"{geometric_mean(some):.2f}" if some else ""
 
@@ -76,7 +76,7 @@ class Comparison:
 
     @classmethod
     def read(cls, path: Path) -> Comparison:
-        """Return the run that is stored in a file."""
+        """Return the run that compare.py has stored in a JSON file."""
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
     def by_band(self) -> list[tuple[str, list[Cell]]]:
@@ -91,7 +91,10 @@ class Comparison:
         return found
 
     def practical(self, cell: Cell) -> float:
-        """Return the larger of the times of a plain read and of the arithmetic, over the roofline; or NaN."""
+        """Return a cell's practical bound over its roofline, or NaN if it was not measured.
+
+        The bound is the larger of the times of a plain read of the same bytes and of the same arithmetic by cuBLAS.
+        """
         read_us, arithmetic_us = (self.us.get((*cell, name), math.nan) for name in ("read", "arithmetic"))
         return max(read_us, arithmetic_us) / self.us[(*cell, "roof")]
 
@@ -186,7 +189,7 @@ class Comparison:
         return markdown(["peer / ours", *(f"M = {label}" for label, _ in bands)], rows)
 
     def cells(self) -> str:
-        """Return the microseconds of all peers for every shape and M."""
+        """Return Markdown tables of the microseconds of all libraries, a table per shape and a line per M."""
         sections = []
         for k, n in dict.fromkeys((k, n) for k, n, _ in self.ratios):
             rows = []

@@ -55,7 +55,7 @@ PARTS = ("qkv", "attention", "o", "gate_up", "down")
 
 
 def part_of(plan: LaunchPlan, decoder: Decoder) -> str | None:
-    """Return the element of PARTS that a launch computes, or None for other kernels."""
+    """Return which of PARTS (the kernels of a decoder layer) a launch computes, or None for other kernels."""
     if plan.kernel.entry.startswith("decode_attention"):
         return "attention"
     sites = decoder.layers[0].sites
@@ -64,7 +64,7 @@ def part_of(plan: LaunchPlan, decoder: Decoder) -> str | None:
 
 
 class NoLaunch:
-    """A launcher that records the kernel of its plan and launches nothing."""
+    """A stand-in for a launcher: it notes the kernel of its plan for compilation and launches nothing."""
 
     def __init__(self, kernels: dict[Kernel, None], plan: LaunchPlan, index: int) -> None:
         kernels[plan.kernel] = None
@@ -88,7 +88,7 @@ def compile_all(decoder: Decoder, index: int, batches: list[int]) -> None:
 
 
 def make_model(decoder: Decoder, index: int) -> Model:
-    """Return a model with random weights."""
+    """Return a model of this description on a GPU, with random weights."""
     import cupy
 
     return build_model(synthetic(decoder, xp=cupy), CudaOps(decoder, index, np.dtype(np.float16)))
@@ -96,7 +96,7 @@ def make_model(decoder: Decoder, index: int) -> Model:
 
 @contextmanager
 def without(ops: CudaOps, part: str | None) -> Iterator[None]:
-    """Leave out the launches of one element of PARTS in the context; None leaves out nothing."""
+    """Skip the launches of one of PARTS in the context, to see what time this part takes; None skips nothing."""
 
     def run(plan: LaunchPlan, **buffers: Array | None) -> None:
         if part is None or part_of(plan, ops.config) != part:
@@ -150,7 +150,7 @@ def step_us(model: Model, cache: Cache) -> float:
 
 
 def fill(array: Array) -> None:
-    """Fill an array with random float16 values from -1 to 1."""
+    """Fill an array with float16 values from -1 to 1 that repeat every 2**20 elements."""
     import cupy
 
     some = cupy.asarray(np.random.default_rng(0).uniform(-1, 1, 1 << 20).astype(np.float16))
@@ -198,7 +198,7 @@ def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list
 
 
 def over_line(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
-    """Return the step time over the line through those of the neighboring powers of two; None for a power of two."""
+    """Return a step's time over that interpolated between the neighboring powers of two; None at a power of two."""
     batch = row["batch"]
     low = 1 << (batch.bit_length() - 1)
     steps = {other["batch"]: other["step"] for other in rows if other["model"] == row["model"]}
@@ -209,7 +209,7 @@ def over_line(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return the rows of the table in RESULTS.md, with the columns HEAD."""
+    """Return the measured rows as cells of the table in RESULTS.md, in the order of HEAD."""
     found = []
     for row in rows:
         over = over_line(rows, row)

@@ -19,7 +19,7 @@ from cupy_awq.checkpoint import safetensors
 Array = npt.NDArray[Any]
 
 PROMPTS = ("What is the capital of France?", "Name three colors.", "Write a sentence about the sea.")
-"""The questions whose greedy answers are compared."""
+"""The questions that both implementations answer greedily; the token ids of the answers are compared."""
 ANSWER_TOKENS = 24
 
 
@@ -39,7 +39,7 @@ def copy_settings(dense: Path, folder: Path, **entries: Any) -> None:
 
 
 class Scores:
-    """The logits and the greedy answers of one model.
+    """What one implementation computes with a model: the logits of a text, and greedy answers.
 
     Attributes:
         logits: the logits [S, V] of the scored text.
@@ -56,7 +56,7 @@ class Scores:
 
 
 def our_scores(path: Path, ids: list[int]) -> Scores:
-    """Return the scores of cupy_awq on the CPU, in float32."""
+    """Return logits and greedy answers of a model in cupy_awq, on the CPU in float32."""
     model = llm.load(path, device="cpu")
     cache = model.model.ops.make_cache(1, len(ids))
     logits = np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
@@ -65,7 +65,10 @@ def our_scores(path: Path, ids: list[int]) -> Scores:
 
 
 def their_scores(model: Any, path: Path, ids: list[int]) -> Scores:
-    """Return the scores of a transformers model on the CPU, in float32; ``path`` is the folder of its tokenizer."""
+    """Return logits and greedy answers of a transformers model, on the CPU in float32.
+
+    ``path`` is a folder or file whose tokenizer cupy_awq reads.
+    """
     tokenizer = llm.read(path).load_tokenizer()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].float().numpy()
@@ -78,7 +81,7 @@ def their_scores(model: Any, path: Path, ids: list[int]) -> Scores:
 
 
 def dense_model(folder: Path, weights: dict[str, Array]) -> Any:
-    """Return the transformers model of a dense folder in which the linear layers' weights [N, K] are replaced."""
+    """Return the transformers model of a dense folder with other weights [N, K] for the linear layers, by name."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     with torch.no_grad():

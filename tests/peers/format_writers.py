@@ -169,7 +169,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Path], Any], str]] = {
 
 
 def main() -> None:
-    """Score the text with every model and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dense", type=Path, help="a folder with float16 weights")
     parser.add_argument("text", type=Path)

@@ -22,7 +22,7 @@ OUTPUT_BYTES = 1e9
 
 
 class Graph(NamedTuple):
-    """A captured CUDA graph.
+    """A captured CUDA graph of several calls of one function, whose time per call is measured.
 
     Attributes:
         replay: the function that launches the graph.

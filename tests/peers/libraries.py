@@ -85,7 +85,7 @@ def load_library(name):
 
 
 def load(names):
-    """Load the libraries that the peers ``names`` need."""
+    """Load the shared libraries that the peers ``names`` need; peers of PyTorch alone need none."""
     for library, peers in (("vllm_C.so", ("marlin", "machete")), ("fbgemm_genai.so", ("fbgemm",))):
         if set(peers) & set(names):
             load_library(library)
@@ -109,7 +109,7 @@ def fp16_tn(p):
 
 
 def marlin(p):
-    """Return the calls of vLLM's Marlin."""
+    """Return the calls of vLLM's Marlin, on its own layout of the weight with zero points."""
     ops, k, n = torch.ops._C, p.k, p.n
     none = torch.empty(0, dtype=torch.int, device=DEVICE)
     work = torch.zeros(528, dtype=torch.int, device=DEVICE)
@@ -125,7 +125,7 @@ def marlin(p):
 
 
 def machete(p):
-    """Return the calls of vLLM's Machete."""
+    """Return the calls of vLLM's Machete, a kernel for Hopper, on its prepacked weight with zero points."""
     ops = torch.ops._C
     q = ops.machete_prepack_B(pack_rows(p.q).t().contiguous().t(), torch.float16, UINT4, torch.float16)
     z = (-1.0 * p.s * p.z.half()).contiguous()
@@ -142,7 +142,7 @@ def machete(p):
 
 
 def fbgemm(p):
-    """Return the calls of FBGEMM's bf16i4bf16_shuffled, whose x is bfloat16."""
+    """Return the calls of FBGEMM's bf16i4bf16_shuffled, the only peer here whose x is bfloat16."""
     ops = torch.ops.fbgemm
     w = (p.q.to(torch.int8) - 8).t().contiguous()
     w = torch.bitwise_or(torch.bitwise_and(w[:, ::2], 0xF), torch.bitwise_left_shift(w[:, 1::2], 4)).contiguous()
@@ -157,7 +157,7 @@ def fbgemm(p):
 
 
 def ours(p):
-    """Return the calls of cupy_awq.AwqLinear."""
+    """Return the calls of cupy_awq.AwqLinear on its repacked weight, on arrays that DLPack exchanges."""
     import cupy
 
     import cupy_awq
@@ -190,7 +190,7 @@ def capture(calls, length):
             outputs = [calls[i % len(calls)]() for i in range(length)]
         finally:
             graph.capture_end()
-    del outputs  # Until here the outputs were kept alive, so that no two calls write the same memory.
+    del outputs  # Until here the outputs were kept alive: no two captured calls write the same memory.
     return Graph(graph.replay, length)
 
 

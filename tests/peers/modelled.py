@@ -58,7 +58,6 @@ def step_us(decoder: Decoder, m: int, gpu: Device) -> float:
 
 
 def main() -> None:
-    """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen3-8b", "llama-3.2-1b"])
     parser.add_argument("--devices", nargs="+", choices=KNOWN, default=DEVICES)

@@ -9,7 +9,7 @@
 
 constexpr int kUnroll = 8;  // number of 16-byte loads in flight per thread
 
-// Adds, with xor, the vectors that belong to this thread.
+// XORs the vectors that belong to this thread, so that the compiler cannot drop the loads.
 __device__ __forceinline__ void read(unsigned (&sum)[4], const uint4* source, long long vectors) {
   const long long stride = static_cast<long long>(gridDim.x) * THREADS;
   for (long long first = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x; first < vectors;

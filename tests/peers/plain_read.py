@@ -10,19 +10,19 @@ import numpy as np
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-"""The path of the source file."""
+"""The path of the CUDA source of the plain read."""
 GRIDS = ((1, 1024), (2, 512), (4, 512))
-"""The grids to try: (CTAs per SM, threads per CTA)."""
+"""The grids that are tried, of which the fastest counts: (CTAs per SM, threads per CTA)."""
 
 
 def kernels() -> list[Kernel]:
-    """Return the kernels for all of GRIDS, compiled for Hopper."""
+    """Return the plain-read kernels for all of GRIDS, to be compiled for Hopper before the measurement."""
     threads = dict.fromkeys(threads for _, threads in GRIDS)
     return [Kernel(SOURCE, "plain_read", (("THREADS", count),), "90a") for count in threads]
 
 
 def plan(weight_bytes: int, x_bytes: int, y_bytes: int, sms: int, grid: tuple[int, int]) -> LaunchPlan:
-    """Return the launch with one of GRIDS on a GPU with ``sms`` SMs.
+    """Return the launch plan of a plain read with one of GRIDS, on a GPU with ``sms`` SMs.
 
     Its buffers are "weight", "x" and "y", whose sizes are multiples of 16 bytes.
     """

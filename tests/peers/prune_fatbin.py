@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 FATBIN_MAGIC = 0xBA55ED50
 PTX, CUBIN = 1, 2
-"""The numbers of the two kinds of device images in a fatbin."""
+"""The numbers that a fatbin's headers use for its two kinds of device images: PTX text and cubin."""
 
 
 class Image(NamedTuple):
@@ -59,14 +59,13 @@ def containers(data: bytearray, offset: int, size: int) -> Iterator[list[Image]]
 
 
 def is_kept(image: Image, images: list[Image], mode: str) -> bool:
-    """Return whether an image of a container is kept."""
+    """Return whether an image stays: the cubin for sm_90 or, in MODE "ptx" without one, PTX for at most sm_90."""
     if any(other.kind == CUBIN and other.arch == 90 for other in images):
         return image.kind == CUBIN and image.arch == 90
     return mode == "ptx" and image.kind == PTX and image.arch <= 90
 
 
 def main() -> None:
-    """Read the library, zero all other images, and print the kept and the zeroed bytes by (kind, architecture)."""
     source, target, mode = sys.argv[1:4]
     data = bytearray(Path(source).read_bytes())
     kept: Counter[tuple[int, int]] = Counter()

@@ -58,18 +58,18 @@ def rows(seed: int, count: int = 9) -> list[int]:
 
 
 def band(m: int) -> tuple[int, int]:
-    """Return the element of BANDS that contains ``m``."""
+    """Return the range of BANDS that contains M."""
     return next((low, high) for low, high in BANDS if m <= high)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of positive values."""
+    """Return the geometric mean of positive values: that of ratios does not depend on which side is divided."""
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms))
 
 
 def build(kernel: Kernel) -> None:
-    """Compile a kernel and store it in the disk cache."""
+    """Compile a kernel into the disk cache; a function of the module, so that worker processes can import it."""
     compiler.build(kernel)
 
 

@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 Weights = dict[str, Array]
 
 TOKENS = 200
-"""The number of tokens that llama.cpp scores."""
+"""The number of tokens of the text that llama.cpp scores, which keeps its run short."""
 
 
 def quantized(dense: Path, group_size: int, symmetric: bool) -> Contents:
@@ -55,7 +55,7 @@ def quantized(dense: Path, group_size: int, symmetric: bool) -> Contents:
 
 
 def our_weights(path: Path, dtype: Any = np.float16) -> Weights:
-    """Return the dense weights [N, K] of all quantized modules as cupy_awq reads them."""
+    """Return the dense weights [N, K] of all quantized modules, dequantized by cupy_awq."""
     contents = checkpoint.read(path)
     found = {}
     for name in contents.specs:
@@ -67,7 +67,7 @@ def our_weights(path: Path, dtype: Any = np.float16) -> Weights:
 
 
 def read_compressed_tensors(path: Path, names: list[str]) -> Weights:
-    """Return the weights of transformers' model of a folder."""
+    """Return the dense weights [N, K] that transformers decompresses from a compressed-tensors folder, by module."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float16, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False)
     )
@@ -76,7 +76,7 @@ def read_compressed_tensors(path: Path, names: list[str]) -> Weights:
 
 
 def read_gptq(path: Path, names: list[str]) -> Weights:
-    """Return the weights that gptqmodel's layers dequantize to."""
+    """Return the dense weights [N, K] to which gptqmodel's layers dequantize a GPTQ folder, by module."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
     tensors = {name: torch.from_numpy(np.array(a)) for name, a in safetensors.read(path / "model.safetensors").items()}
@@ -91,7 +91,7 @@ def read_gptq(path: Path, names: list[str]) -> Weights:
 
 
 def read_autoawq(path: Path, names: list[str]) -> Weights:
-    """Return the weights that AutoAWQ dequantizes to."""
+    """Return the dense weights [N, K] to which AutoAWQ dequantizes an AutoAWQ folder, by module."""
     from awq.utils.packing_utils import dequantize_gemm
 
     tensors = {name: torch.from_numpy(np.array(a)) for name, a in safetensors.read(path / "model.safetensors").items()}
@@ -146,7 +146,7 @@ READERS = {
 
 
 def compare_weights(label: str, reader: str, ours: Weights, theirs: Weights) -> list[str]:
-    """Return a row: the file, its reader, and the number of layers and of weights that differ."""
+    """Return a row of the table: the file, the package that read it, and how many layers and weights differ."""
     differing = sum(int(np.count_nonzero(ours[name] != theirs[name])) for name in ours)
     row = [label, reader, f"{len(ours)} layers, {sum(a.size for a in ours.values())} weights", f"{differing} differ"]
     print(row, flush=True)
@@ -154,7 +154,6 @@ def compare_weights(label: str, reader: str, ours: Weights, theirs: Weights) -> 
 
 
 def main() -> None:
-    """Write each format, read it by the other package, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dense", type=Path, help="a folder with float16 weights")
     parser.add_argument("text", type=Path, help="a text to score with llama.cpp")

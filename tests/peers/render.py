@@ -62,7 +62,7 @@ all legal configurations, in random cells. The third one lists the five worst ce
 
 
 def section(run: Comparison) -> str:
-    """Return the section of RESULTS.md for one run with given shapes."""
+    """Return the section of RESULTS.md for a run of compare.py with given (not random) shapes."""
     head = f"### {run.gpu}: {run.read_gbs:.0f} GB/s read, {run.fp16_tflops:.0f} TFLOP/s fp16"
     ours = "Geometric mean of the peer's time over ours, and the number of cells where the peer is faster:"
     return f"{head}\n\n{run.bands()}\n\n{ours}\n\n{run.peers()}\n\n{run.cells()}"
@@ -103,7 +103,7 @@ def plot(run: Comparison, path: Path) -> None:
 
 
 def table(path: Path) -> str:
-    """Return the section of RESULTS.md for one file of tables/. Floats of a column have equally many decimals."""
+    """Return the section of RESULTS.md for one file of tables/, with as many decimals throughout a column."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     rows = data["rows"]
     decimals = [
@@ -158,7 +158,7 @@ def untuned_section() -> list[str]:
 
 
 def results() -> str:
-    """Return the text of RESULTS.md."""
+    """Return the whole text of RESULTS.md, from all JSON files of this folder."""
     runs = [section(Comparison.read(HERE / f"{name}.json")) for name in ("h100", "h200")]
     parts = [INTRODUCTION, "## AwqLinear and its peers\n", METHOD, "![Time over roofline](h100.png)\n", *runs]
     parts += untuned_section()
@@ -174,7 +174,6 @@ def with_bands(readme: str) -> str:
 
 
 def main() -> None:
-    """Write RESULTS.md and the table of README.md, and with ``--plot`` the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", action="store_true", help="draw h100.png (needs matplotlib)")
     arguments = parser.parse_args()

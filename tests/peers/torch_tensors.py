@@ -29,7 +29,6 @@ def check_refusals() -> None:
 
 
 def main() -> None:
-    """Run all checks; the first difference raises AssertionError."""
     test_interop.PRODUCERS["torch"] = torch.from_numpy
     for name in test_interop.VIEWED:
         test_interop.test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_libraries(name, "torch")

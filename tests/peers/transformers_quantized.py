@@ -55,7 +55,7 @@ def dequantize_awq(tensors: dict[str, torch.Tensor], group_size: int) -> dict[st
 
 
 def their_model(folder: Path) -> Any:
-    """Return the model in float32 as transformers runs it."""
+    """Return the transformers model of a quantized folder, in float32, with weights as the module's docstring says."""
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     print(json.dumps({key: value for key, value in settings.items() if key != "ignore"}))
     if settings["quant_method"] == "compressed-tensors":
@@ -78,7 +78,7 @@ def their_model(folder: Path) -> Any:
 
 
 def their_logits(folder: Path, ids: list[int]) -> Any:
-    """Return the logits [S, V] of transformers."""
+    """Return the logits [S, V] that transformers computes for token ids."""
     with torch.no_grad():
         return their_model(folder)(torch.tensor([ids])).logits[0].numpy()
 

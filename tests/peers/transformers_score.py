@@ -22,20 +22,20 @@ from cupy_awq import llm
 
 
 def our_logits(model: llm.LanguageModel, ids: list[int]) -> np.ndarray:
-    """Return the logits [S, V] of cupy_awq."""
+    """Return the logits [S, V] that cupy_awq computes for token ids on the CPU."""
     cache = model.model.ops.make_cache(1, len(ids))
     return np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
 
 
 def their_logits(path: Path, ids: list[int]) -> np.ndarray:
-    """Return the logits [S, V] of transformers."""
+    """Return the logits [S, V] that transformers computes for token ids from a GGUF file."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].numpy()
 
 
 def perplexity(logits: np.ndarray, ids: list[int]) -> float:
-    """Return the perplexity of a text, given the logits at its positions."""
+    """Return a text's perplexity: exp of the mean negative log-likelihood per token, from its logits [S, V]."""
     scores = torch.log_softmax(torch.from_numpy(logits[:-1]).double(), dim=1)
     return float(torch.exp(-scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].mean()))
 

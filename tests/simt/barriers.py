@@ -119,7 +119,6 @@ class Barriers:
             self._complete(int(name), int(self.since[np.flatnonzero(self.arrived[name])[0]]))
         self._complete_clusters()
 
-
     def fence_initialised(self, active: Array) -> None:
         """Execute ``fence.mbarrier_init``: the next relaxed cluster arrival also releases earlier writes."""
         self.initialised |= active

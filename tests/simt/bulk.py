@@ -55,7 +55,6 @@ class BulkCopies:
         self.stores: list[_Store] = []
         self.groups = np.zeros(machine.threads, np.int64)
 
-
     def load(self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, space: str, at: int) -> None:
         """Copy ``size`` bytes of global memory, or of the CTA's own shared memory, to a CTA of the cluster."""
         for thread, to, start, count, signal in self._threads(lanes, target, source, size, barrier):
@@ -177,7 +176,6 @@ class BulkCopies:
             machine.races.read(position, CHUNK, lanes, at)
         return lambda: machine.memory.shared.data.reshape(-1, CHUNK)[position // CHUNK]
 
-
     def store(self, lanes: Any, target: Array, source: Array, size: Array, at: int) -> None:
         """Copy ``size`` bytes of the CTA's shared memory to global memory."""
         for thread, to, start, count in self._threads(lanes, target, source, size):
@@ -230,7 +228,6 @@ class BulkCopies:
 
     def _put_away(self, store: _Store) -> None:
         store.write(self.machine.memory.shared.data.reshape(-1, CHUNK)[store.position // CHUNK])
-
 
     def on_exit(self, active: Array) -> None:
         """Fail if a CTA exits while a copy still uses its shared memory."""

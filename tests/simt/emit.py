@@ -142,7 +142,6 @@ class BlockCode:
         self._guard_lanes = ""
         self._count = 0
 
-
     def instruction(self, index: int, instruction: Instruction) -> None:
         """Append the code of one instruction."""
         match, emitter, _ = find(instruction.opcode)
@@ -186,7 +185,6 @@ class BlockCode:
         if not self._guard_lanes:
             self._guard_lanes = self.temporary(f"m.lanes({self.mask})")
         return self._guard_lanes
-
 
     def constant(self, value: Any, dtype: str) -> str:
         """Return the name of a constant of a NumPy type."""
@@ -262,7 +260,6 @@ class BlockCode:
         wide = isinstance(operand.base, Register) and storage(operand.base.type) == "uint64"
         base = self.use(operand.base, "s64") if wide else f"{self.use(operand.base, 'u32')}.astype(int64)"
         return f"({base} + {self.constant(operand.offset, 'int64')})" if operand.offset else base
-
 
     def define(self, operand: Operand | None, used: str, expression: str) -> None:
         """Set a register from an expression of type ``used``, extended if the register is wider; ``_`` drops it."""

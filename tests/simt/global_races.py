@@ -66,7 +66,6 @@ class GlobalRaces:
         if bad.any():
             races.fail(bad, access, threads, at, verb, "write")
 
-
     def atomic(self, buffer: Buffer, position: Array, lanes: Any, reads: bool, writes: bool) -> None:
         """Record atomic accesses in the order of threads: each acquires what its word has released, then releases."""
         if self._known is self._empty:

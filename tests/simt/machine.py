@@ -146,7 +146,6 @@ class Machine:
         special["%is_explicit_cluster"] = np.bool_(self.cluster_size > 1)
         return special
 
-
     def run(self) -> None:
         """Run all threads to their end. Raises Fault."""
         with np.errstate(all="ignore"):
@@ -291,7 +290,6 @@ class Machine:
             parts.append(f"{count} threads {verb} at {instruction.source} ({instruction.opcode})")
         at, group, _ = lines[0]
         self.fail("deadlock", "; ".join(parts), at, np.flatnonzero(group))
-
 
     def lanes(self, mask: Array) -> Any:
         """Return the indices of the threads in a mask; slice(None) for all threads, as it is faster."""

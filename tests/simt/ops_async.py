@@ -54,7 +54,6 @@ def _shared(b: BlockCode, m: Match[str], operand: Operand) -> str:
     return address if ".shared" in m[0] else f"({address} - {b.constant(SHARED_GENERIC, 'int64')})"
 
 
-
 SCOPE = r"(?:\.(?:release|acquire|relaxed|cta|cluster))*"
 SHARED = r"(?:\.shared(?:::(?:cta|cluster))?)?"
 
@@ -96,7 +95,6 @@ def mbarrier_wait(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, pha
     value = b.use(phase, "u32" if m[1] else "b64")
     where = f"active, {_shared(b, m, barrier)}, {value}, {bool(m[1])}"
     b.line(f"m.mbarriers.wait({where}, {b.names.register(d)!r}, {b.number}, {b.following}, {b.at})")
-
 
 
 HINT = r"(\.L2::cache_hint)?"
@@ -166,8 +164,6 @@ def store_async(b: BlockCode, m: Match[str], address: Operand, value: Operand, b
 @emits(r"fence\.proxy\.async(?:\.(?:global|shared::(?:cta|cluster)))*")
 def fence_proxy(b: BlockCode, m: Match[str]) -> None:
     b.line(f"m.fence_proxy({b.mask})")
-
-
 
 
 @emits(r"wgmma\.(fence|commit_group)\.sync\.aligned", "warp")

@@ -97,8 +97,6 @@ def test_property(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
     b.define(d, "pred", f"{tests[m[1]]}({b.use(x, m[2])})")
 
 
-
-
 def _half(b: BlockCode, operand: Operand, kind: str, pair: str | None) -> str:
     bits = f"halves({b.use(operand, 'b32')})" if pair else b.use(operand, "b16")
     return f"{kind}_to_f32({bits})"
@@ -142,7 +140,6 @@ def minimum_half(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand
 @emits(rf"(ex2|tanh)\.approx(?:\.ftz)?\.{HALF}")
 def function_half(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
     _finish_half(b, d, m[2], m[3], FUNCTIONS[m[1]].format(_half(b, x, m[2], m[3])))
-
 
 
 ORDERED = r"(eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)"
@@ -193,8 +190,6 @@ def compare_to_value(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Ope
         "f32" if m[2] == "f32" else "u32",
         f"np_where({_test(b.use(x, 'f32'), b.use(y, 'f32'), m[1])}, {one}, {zero})",
     )
-
-
 
 
 @emits(r"cvt\.rn\.(f32|f64)\.([us](?:8|16|32|64))")

@@ -237,7 +237,6 @@ class Races:
         where_at = None if address is None else int(address[row, column])
         machine.fail("race", text, at, threads[:, 0], row, where_at)
 
-
     def meet(self, members: Array, released: Array) -> None:
         """Complete a barrier of a CTA: order the threads ``released`` behind all ``members``."""
         blocks = self.machine.blocks

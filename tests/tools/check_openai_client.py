@@ -22,7 +22,7 @@ SCHEMA = {
 
 
 def main(url: str) -> None:
-    """Run all checks."""
+    """Send the server requests of every kind; raise AssertionError at the first unexpected answer."""
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -45,7 +45,7 @@ def main(url: str) -> None:
             continue
         raise AssertionError(f"expected {kind}")
     with ask(**{**base, "max_tokens": 500}, stream=True) as stream:
-        next(iter(stream))  # then it leaves
+        next(iter(stream))  # leave the stream after one event; the server must cancel the request and go on
 
     async def ask_many() -> list[Any]:
         many = openai.AsyncOpenAI(base_url=url, api_key="none")

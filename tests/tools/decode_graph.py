@@ -57,7 +57,6 @@ def record(name: str, batch: int, loop: Any) -> list[str]:
 
 
 def main() -> None:
-    """Print the kernels of each model and batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=list(bench_llm.SHAPES))
     parser.add_argument("--batch", type=int, action="append", help="sequences (default: 1); repeatable")

@@ -45,7 +45,7 @@ MEMORY_BYTES = 1 << 30
 """The limit of address space, in bytes, that reading one file may add."""
 
 UNCHANGED = -1
-"""The file number at which the seed is not mutated."""
+"""The file number for which the seed file is read as it is, which every reader must accept."""
 
 ALLOWED = (ValueError, TypeError, OSError)
 """The types of errors that a reader may raise; CheckpointError is a ValueError."""
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
-    """Mutate the reader's seed files in ``folder`` and read them."""
+    """Damage one of the reader's seed files in ``folder``, read the folder, and restore the file."""
     rng = random.Random(f"{reader.name} {number}")
     target = folder / rng.choice(reader.targets)
     whole = target.read_bytes() if number != UNCHANGED else b""
@@ -95,11 +95,11 @@ def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
 
 
 Jobs = Sequence[tuple[Reader, int]]
-"""A list of (reader, file number) pairs."""
+"""The work of one process: (reader, file number) pairs in the order in which they are read."""
 
 
 def _work(jobs: Jobs, output: int, root: Path) -> None:
-    """Read one file after the other in a worker process, and write a line before and after each."""
+    """Read one file after the other in a worker process; write "start" before each and its outcome after it."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -116,7 +116,7 @@ def _work(jobs: Jobs, output: int, root: Path) -> None:
 
 
 class _Worker:
-    """A child process that reads its share of the files. If a file ends it, a new process continues after that file."""
+    """A child process that reads its share of the files; if it ends or hangs, a new one continues after that file."""
 
     def __init__(self, jobs: Jobs, root: Path) -> None:
         self.jobs, self.root, self.done = jobs, root, 0
@@ -147,7 +147,7 @@ class _Worker:
         return Outcome(reader.name, number, kind, finding)
 
     def receive(self) -> Iterator[Outcome]:
-        """Yield the outcomes in the pipe; restart the process if it has ended or hangs."""
+        """Yield the outcomes that the process has sent; if it has ended or hangs, yield that as well and restart it."""
         ready, _, _ = select.select([self.input], [], [], 0.05)
         if ready and (data := os.read(self.input, 1 << 16)):
             *lines, self.buffer = (self.buffer + data).split(b"\n")
@@ -169,7 +169,7 @@ class _Worker:
                 self.start()
 
     def close(self) -> int:
-        """Wait for the process once and return its exit status."""
+        """Wait for the process to end and return its exit status; 0 if that has been done before."""
         if self.pid == 0:
             return 0
         _, status = os.waitpid(self.pid, 0)
@@ -179,7 +179,7 @@ class _Worker:
 
 
 def run(readers: Sequence[Reader], numbers: Sequence[int], workers: int = 2) -> list[Outcome]:
-    """Return the outcomes of every reader for the files ``numbers``."""
+    """Read the files with these numbers by every reader, in parallel, and return all outcomes."""
     jobs = [(reader, number) for number in numbers for reader in readers]
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -198,13 +198,12 @@ def run(readers: Sequence[Reader], numbers: Sequence[int], workers: int = 2) -> 
 
 
 def summarize(outcomes: Sequence[Outcome]) -> str:
-    """Return the number of files by reader and kind."""
+    """Return a text with the number of files for each pair of a reader and a kind of outcome."""
     counts = collections.Counter((outcome.reader, outcome.kind) for outcome in outcomes)
     return "\n".join(f"{reader:20} {kind:20} {count}" for (reader, kind), count in sorted(counts.items()))
 
 
 def main() -> int:
-    """Run the fuzzer and print its findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first file")

@@ -20,7 +20,7 @@ VALUES: list[Any] = [
     "Precompiled",
     "Replace", "Sequence", "WordLevel", "Unigram", "WordPiece", "BPE", "Split", "Metaspace", "ByteLevel", "Strip",
 ]  # fmt: skip
-"""The values that replace entries of JSON texts."""
+"""The values that replace entries of JSON texts: extreme integers, empty containers, words that readers expect."""
 
 SNIPPETS = [
     "{{ messages }}", "{{ 1|dictsort }}", "{{ 3|truncate(-1) }}", "{% break %}", "{% continue %}",
@@ -61,7 +61,7 @@ WORDS = [
     1 << 63,
     (1 << 64) - 1,
 ]
-"""The integers that replace words of binary headers."""
+"""The integers that replace words of binary headers: 0, small numbers, and the limits of 32 and 64 bits."""
 
 
 def mutate(data: bytes, name: str, rng: random.Random) -> bytes:

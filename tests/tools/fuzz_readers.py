@@ -31,7 +31,7 @@ from tests import (
 )
 
 PARTS = tuple(f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3))
-"""The names of the parts of a split GGUF file."""
+"""The names of the parts of a GGUF file that is split in three."""
 
 MESSAGES = [{"role": "user", "content": "Hi <|im_end|> é"}, {"role": "assistant", "content": "Ok."}]
 
@@ -124,7 +124,7 @@ def _write_gguf(path: Path) -> None:
 
 
 def _write_split(path: Path) -> None:
-    """Write a GGUF file in three parts; the whole file goes."""
+    """Write a GGUF model in three parts, without the whole file."""
     _write_gguf(path)
     test_header_limits.split(path / "m.gguf", 3)
     (path / "m.gguf").unlink()
@@ -145,14 +145,14 @@ def _write_sentence_piece(path: Path) -> None:
 
 
 def _write_fused(path: Path) -> None:
-    """Write experts as fused tensors in compressed-tensors' format."""
+    """Write a folder whose experts are fused, one tensor [experts, ...] per projection, as compressed-tensors."""
     packed = [packers.compressed_tensors(w) for w in test_formats_experts.WEIGHTS]
     tensors = {f"mlp.experts.up_proj_{part[7:]}": np.stack([parts[part] for parts in packed]) for part in packed[0]}
     format_files.save_folder(path, tensors, {"quantization_config": test_formats_experts.COMPRESSED})
 
 
 def _write_converted(path: Path) -> None:
-    """Write a GGUF file by `write_gguf`."""
+    """Write a GGUF file by converting a compressed-tensors folder with this package's own writer."""
     packed = {f"model.layers.0.mlp.up_proj.{part}": a for part, a in packers.compressed_tensors(_SYMMETRIC).items()}
     config = {"quantization_config": packers.compressed_tensors_config(_SYMMETRIC)}
     contents = checkpoint.read(format_files.save_folder(path / "source", packed, config))
@@ -163,10 +163,10 @@ _SYMMETRIC = dataclasses.replace(test_formats_experts.WEIGHTS[0], zeros=np.full(
 
 
 def _first_cases() -> dict[str, dict[str, Any]]:
-    """Return the first recorded checkpoint of each format."""
+    """Return, for each checkpoint format, the first of the recorded checkpoints in tests/formats_vectors.npz."""
     cases: dict[str, dict[str, Any]] = {}
     for case in test_formats.VECTORS:
-        if case["format"] != "gguf-q4_k":  # these cases are blocks, without a file
+        if case["format"] != "gguf-q4_k":  # GGUF's Q4_K is recorded as bare blocks, not as a file
             cases.setdefault(case["format"], case)
     return cases
 
@@ -206,4 +206,4 @@ def _all_readers() -> list[Reader]:
 
 
 READERS = {reader.name: reader for reader in _all_readers()}
-"""All readers, by name."""
+"""Every reader of untrusted files in the package, by name."""

@@ -36,15 +36,7 @@ TESTS = {
 
 
 class Operation(NamedTuple):
-    """An operation other than a GEMM with float x.
-
-    Attributes:
-        problem: the type of its problem, whose kernels the table lists; None if the operation is a kernel itself.
-        rows: the rows of x that it takes, or "-" without x.
-        dtypes: the dtypes of x, or of the result without x.
-        test: the file and the name of its test.
-        first_path: the lowest architecture path that has the operation.
-    """
+    """A public operation other than a GEMM with float x, as a row of the table."""
 
     problem: type | None
     rows: str
@@ -109,7 +101,7 @@ def table() -> str:
 
 
 def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
-    """Return whether the family supports the problem on a weight in the AWQ layout or in the fragment layout."""
+    """Return whether a kernel family supports M rows on some GPU of this architecture, in either weight layout."""
     problems = (Problem(m, 256, 256, 64, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked]) for repacked in (False, True))
     return any(family.refusal(problem, device.nominal(arch)) is None for problem in problems)
 

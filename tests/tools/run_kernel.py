@@ -20,11 +20,9 @@ from tests.test_kernels import check_matmul
 
 
 def run(problem: Problem, kernel: str, arch: int, landing: str, limit: int) -> int:
-    """Print one line per configuration and return how many ran.
+    """s Print one line per configuration and return how many ran.
 
-    Raises:
-        ValueError: the kernel cannot take the problem; the message says why.
-        simt.Fault, AssertionError: a configuration fails.
+    => Simulate a kernel's configurations for a problem, print a line for each, and return how many ran.
     """
     gpu = device.nominal(arch)
     found = select.candidates(problem, gpu)[kernel]
@@ -38,7 +36,6 @@ def run(problem: Problem, kernel: str, arch: int, landing: str, limit: int) -> i
 
 
 def main() -> None:
-    """Parse the arguments and run the kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", help="the name of a GEMM kernel, such as gemm_sm80")
     parser.add_argument("shape", metavar="KxN", nargs="?", default="192x224", help="(default: 192x224)")

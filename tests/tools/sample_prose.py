@@ -54,7 +54,7 @@ class Prose(NamedTuple):
 
 
 def python_docstrings(path: Path) -> Iterator[Prose]:
-    """Yield the docstrings of a module, including those of constants and attributes."""
+    """Yield the docstrings of a module, including the strings below constants and attributes."""
     yield from _docstrings(path, ast.parse(path.read_text(encoding="utf-8")), "")
 
 
@@ -75,7 +75,7 @@ def _docstrings(path: Path, owner: ast.Module | ast.ClassDef | ast.FunctionDef, 
 
 
 def kind_of(owner: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
-    """Return "module", "class", "function" or "property"."""
+    """Return which kind of object a docstring documents: "module", "class", "function" or "property"."""
     if isinstance(owner, ast.Module):
         return "module"
     if isinstance(owner, ast.ClassDef):
@@ -85,14 +85,14 @@ def kind_of(owner: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
 
 
 def python_comments(path: Path) -> Iterator[Prose]:
-    """Yield the comments of a module."""
+    """Yield the comments of a Python module, without licenses and directives such as noqa."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     comments = (token for token in tokens if token.type == tokenize.COMMENT)
     yield from _joined(path, [(*token.start, token.string.lstrip("# ")) for token in comments])
 
 
 def cuda_comments(path: Path) -> Iterator[Prose]:
-    """Yield the comments of a CUDA source."""
+    """Yield the comments of a CUDA source, without its license."""
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
     found = [
         (number, line.index("//"), line[line.index("//") :].lstrip("/ ")) for number, line in lines if "//" in line
@@ -133,7 +133,6 @@ def _modules() -> list[Path]:
 
 
 def main() -> None:
-    """Print the samples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=20, help="docstrings, and as many comments (default: 20)")

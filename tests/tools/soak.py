@@ -46,7 +46,7 @@ Call = Callable[[], Any]
 
 
 class Job:
-    """An operation with its weight and rows, and the bits of its first result."""
+    """A call of one operation with fixed arguments, and the bits that its results must have: those of the first."""
 
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def operation(self) -> str:
-        """Return the name of the job without its sizes."""
+        """The operation's name, which is the job's name without its sizes ("gemm of 4 x 128": "gemm")."""
         return self.name.partition(" of ")[0]
 
 
@@ -65,7 +65,7 @@ def to_bytes(y: Any) -> bytes:
 
 
 def make_jobs(device: int, seed: int) -> list[Job]:
-    """Return jobs for all operations and shapes, with weights, arrays and a model of their own."""
+    """Return a job for every operation and shape, on weights, arrays and a model that belong to these jobs alone."""
     rng = np.random.default_rng(seed)
     jobs = [*_make_convolutions(device, rng), *_make_generation(device, seed)]
     for k, n, group_size in SHAPES:
@@ -83,7 +83,7 @@ def _place(a: Any, device: int) -> Any:
 
 
 def _make_products(weight: PackedWeight, device: int, rng: np.random.Generator) -> list[Job]:
-    """Return the jobs of one weight for all numbers of rows."""
+    """Return the jobs of all operations on one weight, for each number of rows of x."""
     layer = AwqLinear(weight, activation="silu")
     integer = {"int8": AwqLinear(weight, x_dtype="int8")}
     if device == HOST or devices.of(device).arch >= 89:
@@ -225,7 +225,7 @@ class Soak:
                 self.faults.append(f"{kind} memory: expected growth of at most {MAX_GROWTH_BYTES} bytes, got {growth}")
 
     def describe(self) -> str:
-        """Return one line with the counts and the memory."""
+        """Return one line with the number of calls by outcome and the growth of memory."""
         with self._lock:
             counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.counts.items()))
             faults = len(self.faults)
@@ -237,9 +237,12 @@ class Soak:
         assert self._ready is not None
         with self._on_device():
             try:
-                with self._lock:  # Load the kernels first, as all threads would compile the same ones.
+                # Hold the lock while the first calls load their kernels: otherwise all threads would compile the same
+                # ones.
+                with self._lock:
                     own = make_jobs(self.device, seed)
-                # Graphs, outputs and models belong to one thread; a layer without an ``out`` serves all threads.
+                # A captured graph, an output array or a model may serve one thread at a time; a layer without ``out``
+                # serves all.
                 alone = {"layer into out", "plan", "graph", "new graph", "generate"}
                 jobs: dict[str, list[Job]] = {}
                 for job in own + [job for job in self._shared if job.operation not in alone]:
@@ -268,7 +271,7 @@ class Soak:
             fault = f"{job.name}: expected the bits of the first call, got others" if outcome == "wrong" else ""
         except MemoryError:
             outcome = "out of memory"
-        except Exception as error:  # Any other error is a fault.
+        except Exception as error:  # a call may raise nothing but MemoryError
             outcome, fault = "error", f"{job.name}: expected a result or MemoryError, got {error!r}"
         with self._lock:
             self.counts[outcome] += 1
@@ -277,7 +280,6 @@ class Soak:
 
 
 def main() -> int:
-    """Parse the arguments, run the threads, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, required=True, help="how long to run, after the first calls")
     parser.add_argument("--threads", type=int, default=8, help="(default: 8)")

@@ -89,7 +89,7 @@ def measure(folder: Path, device: Any) -> dict[str, float]:
     On the CPU each layer is freed after its conversion, as the host's copy is after an upload; a GPU keeps its layers.
     """
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    for file in folder.glob("*.safetensors"):  # Read all files once, to warm the page cache.
+    for file in folder.glob("*.safetensors"):  # read all files once, so that they are in the page cache
         file.read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
     layers = checkpoint.read(folder) if device == "cpu" else cupy_awq.load(folder, device=device)
@@ -113,7 +113,6 @@ def measure(folder: Path, device: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write the checkpoint and print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=48)

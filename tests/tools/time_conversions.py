@@ -22,7 +22,7 @@ DENSE = ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K", "Q4_K")
 
 
 def rate(function: Callable[[], object], nbytes: int) -> float:
-    """Return the rate of the best of five calls in GB/s."""
+    """Return the throughput in GB/s of a function that reads ``nbytes`` bytes: the best of five calls."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -32,7 +32,6 @@ def rate(function: Callable[[], object], nbytes: int) -> float:
 
 
 def main() -> None:
-    """Print the table."""
     words = np.random.default_rng(0).integers(0, 2**32, (N, K // 8), np.uint32).view(np.int32)
     rows = words.reshape(K // 8, N)
     calls: dict[str, tuple[Callable[[], object], int]] = {

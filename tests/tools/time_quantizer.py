@@ -48,9 +48,9 @@ SMALL = {
     "max_position_embeddings": 1024,
 }
 STEPS = ("_read", "_calibrate", "_fold", "_quantize", "tune_layer", "_output_error", "_compare_errors")
-"""The names of the timed functions of `layer_quantizer`."""
+"""The functions of `cupy_awq.llm.calibrate.layer_quantizer` that are timed, the steps of quantizing one layer."""
 SLOWEST = 8
-"""The number of compilations per layer that are printed, the slowest ones."""
+"""The number of kernel compilations to print per layer, the slowest first."""
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -124,7 +124,6 @@ def quantize(folder: Path, name: str, device: Any, samples: int, progress: Any =
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences of 512 tokens (default: 128)")
     parser.add_argument("--check", action="store_true", help="compare the GPU with the CPU on a small model first")

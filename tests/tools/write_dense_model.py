@@ -19,7 +19,7 @@ from cupy_awq.llm.files import hugging_face
 
 
 def dense(value: Any) -> np.ndarray:
-    """Return a tensor, or the weight [N, K] of a module, in float16."""
+    """Return a tensor in float16; a quantized module is dequantized to its weight [N, K]."""
     if isinstance(value, Module):
         weight = value.weight
         value = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32).T
@@ -27,7 +27,7 @@ def dense(value: Any) -> np.ndarray:
 
 
 def write(files: ModelFiles, folder: Path) -> Path:
-    """Write the model with its tokenizer and return the folder."""
+    """Write the model's dense tensors, configuration and tokenizer to ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, read in files.tensors.items():
