@@ -27,7 +27,7 @@ Cell = tuple[int, int, int]
 
 
 def sample(cells: list[Cell], count: int, seed: int) -> list[Cell]:
-    """Return ``count`` random cells. Values of M take turns, so that each has its share of the cells."""
+    """Return ``count`` random cells in which each value of M occurs about equally often."""
     rng = random.Random(f"first choice {seed}")
     by_m: dict[int, list[Cell]] = {}
     for cell in cells:
@@ -39,7 +39,7 @@ def sample(cells: list[Cell], count: int, seed: int) -> list[Cell]:
 
 
 def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict[Cell, list[Future[None]]]:
-    """Start the compilation of the kernels of all configurations of the cells."""
+    """Start compiling all configurations' kernels in other processes, and return the futures by cell."""
     futures: dict[Any, Future[None]] = {}
     found: dict[Cell, list[Future[None]]] = {}
     for k, n, m in cells:
@@ -53,7 +53,7 @@ def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict
 
 
 def measure(cell: Cell, stream: Any) -> dict[str, Any]:
-    """Return K, N, M, the number of legal configurations, and label and time of the first choice and the fastest."""
+    """Time a cell's configurations; return sizes, count, and label and time of the first choice and the fastest."""
     k, n, m = cell
     with stream:
         operation = sweep.Gemm(k, n, m)

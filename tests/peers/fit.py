@@ -52,7 +52,7 @@ from tests.peers.sweep import FirstChoice, table
 
 
 class Model(NamedTuple):
-    """A cost model.
+    """A cost model whose constants can be fitted: where they are, and which measured times they explain.
 
     Attributes:
         module: the module that holds the constants.
@@ -118,7 +118,7 @@ RATE = 0.02
 
 
 class Times:
-    """The measured times of the kernels of all models: arrays of times ``us`` and of problem numbers ``ids``.
+    """The times that sweep.py measured: arrays of microseconds, ``us``, and of problem numbers, ``ids``.
 
     Attributes:
         rows: the configuration, the problem and the GPU of each time.
@@ -153,13 +153,13 @@ class Times:
         self.weights = np.exp(-(self.us / self.best - 1) / 0.12) + 0.01
 
     def estimates(self, model: str, costs: Any) -> np.ndarray:
-        """Return the times that a cost model with the constants ``costs`` gives for the rows of its kernel."""
+        """Return the microseconds that a cost model with the constants ``costs`` predicts for its rows."""
         family = MODELS[model].family
         with with_constants(model, costs):
             return np.array([family.estimate_us(*row) for row in self.rows[self.parts[model]]])
 
     def all_estimates(self) -> np.ndarray:
-        """Return the modelled time of every row, each by the model of its kernel."""
+        """Return the microseconds that the present constants predict for every measured row."""
         return np.concatenate([self.estimates(model, present(model)) for model in self.parts])
 
     def errors(self, estimates: np.ndarray) -> np.ndarray:
@@ -169,7 +169,10 @@ class Times:
         return np.sqrt(self.weights) * (logarithms - means[self.ids])
 
     def loss(self, estimates: np.ndarray, models: Sequence[str], absolute: float) -> float:
-        """Return the expected log(time of the first choice / fastest time) of a problem plus the weighted errors."""
+        """Return the loss that ``--choices`` minimizes, for the modelled times ``estimates`` of all rows.
+
+        It is the mean over problems of the expected log(time of the first choice / fastest time), plus weighted errors.
+        """
         logarithms = np.log(estimates)
         least = np.full(self.ids.max() + 1, np.inf)
         np.minimum.at(least, self.ids, logarithms)
@@ -181,7 +184,7 @@ class Times:
         return float(lost.mean() + ERRORS * squares.sum() / self.weights.sum() + absolute * own)
 
     def first_choices(self, estimates: np.ndarray) -> Iterator[FirstChoice]:
-        """Yield the first choice of each problem."""
+        """Yield for each problem the configuration with the lowest modelled time, compared with the fastest one."""
         for i in np.unique(self.ids):
             mine = np.flatnonzero(self.ids == i)
             first = mine[np.argmin(estimates[mine])]
@@ -215,12 +218,12 @@ def unflat(costs: Any, logarithms: np.ndarray) -> Any:
 
 
 def _parts(value: Any) -> dict[Any, float]:
-    """Return the constants of one field: by key, by index, or under the key None if there is only one."""
+    """Return the constants of one field of a cost dataclass by their keys or indices; a single one has the key None."""
     return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {None: value}
 
 
 def present(model: str) -> Any:
-    """Return the present constants of a model."""
+    """Return the constants that a cost model has now."""
     return getattr(MODELS[model].module, MODELS[model].constants)
 
 
@@ -230,7 +233,7 @@ def with_constants(model: str, costs: Any) -> Any:
 
 
 def fit(times: Times, model: str, steps: int, absolute: float) -> Any:
-    """Return the fitted constants of a model."""
+    """Return a cost model's constants after a least-squares fit of the logarithms of times (Levenberg-Marquardt)."""
     part = times.parts[model]
     costs, estimates = present(model), times.all_estimates()
     begin = flat(costs)
@@ -274,7 +277,7 @@ def is_free(model: str, costs: Any) -> np.ndarray:
 
 
 def fit_choices(times: Times, models: Sequence[str], steps: int, absolute: float) -> dict[str, Any]:
-    """Return the constants of some models, fitted for the time of the first choice."""
+    """Return constants of some models that minimize the expected time of the first choice, by name of the model."""
     costs = {model: present(model) for model in models}
     at = {}
     for model in models:
@@ -314,7 +317,6 @@ def show(times: Times, title: str) -> None:
 
 
 def main() -> None:
-    """Fit the constants of cost models to measured times; print them, and the errors before and after."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="JSON lines of sweep.py")
     parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
