@@ -21,7 +21,7 @@ HOPPER = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])
 BACKENDS = ("latest", GPU)
 """The names of the back ends: the simulator, with asynchronous copies that land as late as PTX allows, and the GPU."""
 LANDINGS = ("latest", "earliest", GPU)
-"""The same with the simulator twice: asynchronous copies land as late and as early as PTX allows."""
+"""The names of all back ends: the simulator with copies that land as late and as early as PTX allows, and the GPU."""
 
 few_examples = hypothesis.settings(max_examples=4)
 """The settings of tests that draw problems for simulated kernels, as each example compiles another kernel for a second.

@@ -48,7 +48,7 @@ def sharded(path: Path, shards: list[Tensors], quantization: Any = CONFIG) -> di
 
 
 def raw(path: Path, header: Header | bytes, data: bytes, length: int | None = None) -> Path:
-    """Write a safetensors file with any header, valid or not; return its path."""
+    """Write a safetensors file with any header, valid or not, and any header ``length``; return its path."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path

@@ -49,7 +49,7 @@ NOT_SLOW, EVERYTHING = "not (slow or repetition)", "slow or not slow"
 """The values of the option -m by default and for all tests."""
 
 SIMULATED = {"backend", "landing"}
-"""The values of a test's parameters with which the test runs on the simulator."""
+"""The names of test parameters by which a test runs kernels on the simulator, such as "latest" or "earliest"."""
 
 launches: Counter[tuple[str, str]] = Counter()
 """The number of simulated launches by (kernel, compiler target), summed over the worker processes."""
@@ -69,18 +69,18 @@ def tuned_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small language model."""
+    """Return the folder of a small model with the architecture of Qwen3 and random 4-bit weights."""
     return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
 
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> LanguageModel:
-    """Return the small language model, on the CPU."""
+    """Return the model of the fixture `path`, loaded on the CPU."""
     return llm.load(path, device="cpu")
 
 
 def forget_tuned() -> None:
-    """Make this process read the tables of tuned configurations again."""
+    """Forget the tables of tuned configurations and the choices made by them, so that files are read again."""
     tuned._tables.cache_clear()
     select._choose.cache_clear()
 

@@ -25,7 +25,7 @@ Array = Any
 def random_experts(
     rng: np.random.Generator, experts: int, k: int, n: int, group_size: int, **options: Any
 ) -> PackedExperts:
-    """Return random weights, and a bias if ``bias`` is set; the other options are those of `random_weight`."""
+    """Return random weights of all experts, with a bias of the dtype ``bias``; other options go to `random_weight`."""
     bias = options.pop("bias", None)
     weights = [random_weight(rng, k, n, group_size, **options) for _ in range(experts)]
     parts = [np.stack([getattr(w, name) for w in weights]) for name in ("qweight", "scales")]
@@ -35,7 +35,7 @@ def random_experts(
 
 
 def float64_rows(x: Array, ids: Array, weight: PackedExperts, activation: str | None) -> Array:
-    """Return row p of activation(x[p] @ W[ids[p]] + bias) in float64; zeros where the id is of no expert."""
+    """Return row p of activation(x[p] @ W[ids[p]] + bias) in float64; 0 where ids[p] is not the number of an expert."""
     n = weight.shape[2]
     y = np.zeros((len(x), n // 2 if activation else n))
     for expert in range(weight.shape[0]):
@@ -49,7 +49,7 @@ def float64_rows(x: Array, ids: Array, weight: PackedExperts, activation: str | 
 
 
 def gated(v: Array, activation: str) -> Array:
-    """Return activation(gate) * up."""
+    """Return activation(gate) * up for rows v = [gate, up]: SiLU for "swiglu", else GELU."""
     if activation == "swiglu":
         return float64_epilogue(v, "swiglu", 0.0)
     gate, up = np.split(v, 2, axis=1)
@@ -68,12 +68,12 @@ def error_of(y: Array, expected: Array) -> float:
 
 
 def form_of(weight: PackedExperts) -> ExpertForm:
-    """Return the properties of weights in the AWQ layout."""
+    """Return the sizes and dtypes of experts' weights, in the AWQ layout, by which their kernels are chosen."""
     return weight.form
 
 
 def repack_experts(run: Run, weight: PackedExperts, here: Device) -> tuple[Array, ExpertForm]:
-    """Return the fragment layouts of all experts, and the properties of the weights in it."""
+    """Repack each expert's weight by the kernel; return the bytes of all of them and their properties."""
     form = weight.form
     layout = FragmentLayout(form.k, form.n, form.group_size, form.scales_dtype, form.zeros)
     out = np.empty((form.experts, layout.nbytes), np.uint8)
@@ -89,7 +89,11 @@ def repack_experts(run: Run, weight: PackedExperts, here: Device) -> tuple[Array
 
 
 def run_steps(run: Run, steps: Steps, buffers: dict[str, Any], here: Device) -> None:
-    """Run the launches of an operation; the memory between them starts as bytes of ones, NaN in 16-bit floats."""
+    """Launch the kernels of an operation one after the other.
+
+    Memory that passes results between them starts as bytes of 255, NaN in 16-bit floats, so that reads of unwritten
+    elements show.
+    """
     scratch = {name: np.full(nbytes, 255, np.uint8) for name, nbytes in steps.scratch.items()}
     memory = {**buffers, **scratch, "": None}
     for plan, names in steps.plans(here):
@@ -97,7 +101,10 @@ def run_steps(run: Run, steps: Steps, buffers: dict[str, Any], here: Device) -> 
 
 
 def sort_rows(run: Run, ids: Array, experts: int, block: int, here: Device, from_offsets: int = 0) -> dict[str, Array]:
-    """Return the arrays that the kernel ``sort_tokens`` writes; ``from_offsets`` rows are given by offsets ``ids``."""
+    """Return what the kernel ``sort_tokens`` writes: rows sorted by expert, in blocks of ``block`` rows of one expert.
+
+    If ``from_offsets`` is not 0, it is the number of rows, and ``ids`` holds the experts' first rows instead of ids.
+    """
     problem = TokenSort(from_offsets or ids.size, experts, block, bool(from_offsets))
     found = {
         "ids": ids.reshape(-1),
@@ -119,7 +126,7 @@ def float64_layer(
     activation: str,
     shared: Array | None,
 ) -> Array:
-    """Return the weighted sum of each token's experts in float64; ids of no expert add nothing."""
+    """Return a whole layer of experts in float64: the weighted sum of each token's experts. Invalid ids add nothing."""
     m, top_k = ids.shape
     h = float64_rows(np.repeat(x, top_k, 0), ids.reshape(-1), gate_up, activation)
     pairs = float64_rows(h, ids.reshape(-1), down, None).reshape(m, top_k, down.shape[2])
@@ -130,7 +137,7 @@ def float64_layer(
 def float64_topk(
     logits: Array, k: int, renormalize: bool, scoring: str, bias: Array | None, groups: Any, scale: float
 ) -> tuple[Array, Array]:
-    """Return the router's choice, token by token, as the formulas state it."""
+    """Return the ids and weights of the k experts that a router chooses, computed token by token in float64."""
     all_ids, all_weights = [], []
     for row in logits.astype(np.float64):
         exponentials = np.exp(row - row.max())
@@ -148,7 +155,7 @@ def float64_topk(
 
 
 def vllm_arrays(ids: Array, experts: int, block: int) -> tuple[Array, Array, Array]:
-    """Return sorted_token_ids, expert_ids and num_tokens_post_padded, as vLLM's moe_align_block_size makes them."""
+    """Return (sorted_token_ids, expert_ids, num_tokens_post_padded) as vLLM's moe_align_block_size computes them."""
     flat = ids.reshape(-1)
     rows: list[int] = []
     blocks: list[int] = []

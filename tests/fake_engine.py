@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: a runner that computes the next token from all earlier ones, and checks the blocks."""
+"""An engine without a model: its runner derives the next token from all earlier ones, and checks the cache's blocks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cupy_awq.llm.text.tokenizer import Tokenizer
 from tests import llm_models
 
 STOP = 258
-"""The stop token."""
+"""The token id that ends a completion."""
 
 
 def next_token(tokens: Sequence[int], choice: int) -> int:
-    """Return the token after ``tokens``: one of 256 bytes that looks random, or every 16th time `STOP`."""
+    """Return the token after ``tokens``, which looks random: a byte below 128 or, for one text in 16, `STOP`."""
     digest = zlib.crc32(np.array([choice, *tokens], np.int32).tobytes())
     return STOP if digest % 16 == 0 else (digest >> 8) % 128
 
 
 def completion(request: Request, choice: int = 0) -> list[int]:
-    """Return the tokens of a whole completion."""
+    """Return the tokens of completion number ``choice`` of a request, as an engine must generate them."""
     tokens, start = list(request.prompt), len(request.prompt)
     stops = () if request.ignore_stop_tokens else (STOP,)
     while len(tokens) < start + request.max_tokens and not (len(tokens) > start and tokens[-1] in stops):
@@ -38,7 +38,10 @@ def completion(request: Request, choice: int = 0) -> list[int]:
 
 
 class FakeRunner:
-    """A runner whose blocks hold tokens: a token whose past is not in its blocks raises AssertionError."""
+    """A runner whose cache blocks hold tokens instead of keys and values.
+
+    It raises AssertionError if the blocks of a sequence do not hold all its earlier tokens.
+    """
 
     is_paged, max_chunk = True, 128
 
@@ -57,7 +60,8 @@ class FakeRunner:
             assert DUMMY not in blocks
             places = np.arange(part.start, part.start + len(part.tokens))
             self.memory[blocks[places // BLOCK], places % BLOCK] = part.tokens
-        for part in step.parts:  # after all have written, as rows of one forward pass do
+        # All parts write before any reads: in a forward pass the rows of a batch see each other's keys and values.
+        for part in step.parts:
             sequence, end = part.sequence, part.start + part.size
             held = self.memory[part.sequence.table.blocks].reshape(-1)[:end]
             assert held.tolist() == sequence.tokens[:end]

@@ -17,7 +17,7 @@ EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", 
 
 
 class _Fault:
-    """The operation that the audit hook lets fail; a hook cannot be removed, so this object is changed instead."""
+    """Which file operation fails next. An audit hook cannot be removed, so the one hook reads this object instead."""
 
     folder: str | None = None
     count = 0
@@ -46,7 +46,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def fault(folder: Path, first: int, *, lasts: bool = False) -> Iterator[_Fault]:
-    """Let file operation number ``first`` below a folder fail, and all later ones if ``lasts``; -1 for none.
+    """Let file operation number ``first`` below a folder fail, and all later ones if ``lasts``; -1 lets none fail.
 
     ``count`` of the yielded object is the number of operations.
     """

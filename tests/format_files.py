@@ -29,7 +29,7 @@ STORAGES = {
 
 
 def save_folder(path: Path, tensors: dict[str, Array], config: dict[str, Any]) -> Path:
-    """Write a folder with one safetensors file and a config.json, and return it."""
+    """Write a folder with the tensors in one safetensors file and a config.json, and return the folder."""
     path.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
@@ -44,7 +44,7 @@ class Global:
 
 
 class Call:
-    """A call that a pickle makes when it is loaded (the opcode REDUCE)."""
+    """A function call that a pickle makes when it is loaded (opcode REDUCE)."""
 
     def __init__(self, function: Global, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments

@@ -59,11 +59,11 @@ EXPERT_FAMILIES = {
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
     },
 }  # fmt: skip
-"""Configurations of mixtures of experts; two have a dense layer first."""
+"""Configurations of mixtures of experts, by model type; those of Qwen2 and GLM have a dense layer first."""
 
 
 def decoder(*, divisors: tuple[float, ...] = (), **changes: Any) -> Decoder:
-    """Return the description of `LLAMA` with some entries of its config.json changed."""
+    """Return the decoder that the configuration `LLAMA` with these changes describes."""
     return families.describe(Table({**LLAMA, **changes}, divisors))
 
 
@@ -146,7 +146,7 @@ def tensors(
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Return a tokenizer with one token for each byte and three special ones."""
+    """Return a tokenizer with one token for each byte, and three special tokens with ids from 256 on."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -232,7 +232,7 @@ def gguf_file(path: Path, kinds: dict[str, str], *, arch: str = "llama") -> dict
 
 
 def weight(files: ModelFiles, name: str) -> np.ndarray:
-    """Return the weight [K, N] of a linear layer in float64."""
+    """Return the weight [K, N] of a linear layer in float64, dequantized if it is quantized."""
     if name in files.tensors:
         module = files.tensors[name]()
         assert isinstance(module, Module)
@@ -259,7 +259,7 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.norm.eps) * w
 
     def rotate(x: np.ndarray, position: int) -> np.ndarray:
-        """Rotate the complex numbers x[i] + j x[i + half] by the angles of a position; keep what follows them."""
+        """Return a head's vector x after RoPE: x[i] + j x[i + half] turned by the position's angle number i."""
         frequencies, factor = attention.rope.frequencies()
         half = attention.rope.dim // 2
         turned = (x[:half] + 1j * x[half : 2 * half]) * np.exp(1j * position * frequencies) * factor
@@ -270,7 +270,7 @@ def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
         return linear(gate / (1 + np.exp(-gate)) * up, f"{at}.{names[2]}")
 
     def experts(x: np.ndarray, at: str) -> np.ndarray:
-        """Return each token's mixture of experts, one token and one expert at a time."""
+        """Return the output of a mixture of experts for each token of x, one token and one expert at a time."""
         is_mixtral = c.model_type == "mixtral"
         at = f"{at}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
         block = next(layer.feed_forward for layer in c.layers if hasattr(layer.feed_forward, "router"))

@@ -90,7 +90,7 @@ def weights(
 
 
 def offsets_of(w: Packed) -> Array:
-    """Return the offsets -(scale * zero point), rounded to the dtype of the scales."""
+    """Return the offsets o = -(scale * zero point) of W = code * scale + o, rounded to the dtype of the scales."""
     return round_once(-w.scales.astype(np.float64) * w.zeros, w.scales.dtype)
 
 

@@ -18,7 +18,7 @@ ZEROS = ["packed", "symmetric", "float"]
 
 
 def tensors(weight: PackedWeight) -> tuple[Any, Any, Any]:
-    """Return (qweight, scales, qzeros) of a weight."""
+    """Return a weight's tensors as the arguments (qweight, scales, qzeros) of `cupy_awq.gemm`."""
     return weight.qweight, weight.scales, weight.qzeros
 
 
@@ -37,7 +37,7 @@ def nan_like(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def gemm(x: Any, weight: PackedWeight, **options: Any) -> Any:
-    """Return x @ weight by `cupy_awq.gemm`."""
+    """Return x @ W by `cupy_awq.gemm`, which takes the weight's three tensors."""
     return cupy_awq.gemm(x, *tensors(weight), **options)
 
 
@@ -62,8 +62,8 @@ def check_product(
     added = np.zeros(n) if bias is None else bias.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         v = x64 @ w + added
-        # Kernels may accumulate x * q * s and x * o separately. So the bound uses a sum that exceeds |q * s| instead of
-        # |W|, in which both may cancel.
+        # Kernels may accumulate x * q * s and x * o apart, which may cancel in W = q * s + o. So the bound is a sum
+        # over more than |q * s|, not over |W|.
         sizes = np.abs(w)
         if weight.spec.zeros == "float":
             sizes = np.abs(float64_weight(weight.qweight, weight.scales, None)) + 8 * np.repeat(

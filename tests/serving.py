@@ -17,7 +17,7 @@ from cupy_awq.serve.server import Settings
 
 
 class Running:
-    """A running server; a context manager."""
+    """A server of an engine in a thread, on a free port of loopback; it stops at the end of the context."""
 
     def __init__(self, engine: Engine, drain_seconds: float = 0.0, **settings: Any) -> None:
         self.engine = engine
@@ -54,7 +54,7 @@ class Running:
         return reply.status, {name.lower(): value for name, value in reply.getheaders()}, content
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Return the status and the parsed reply."""
+        """Return the status and the parsed JSON of the reply to a POST request."""
         status, _, content = self.request("POST", path, body, headers)
         return status, json.loads(content)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A smoke test of an installed package without a GPU: the demo, the NumPy path, NVRTC, and the import of CuPy."""
+"""A smoke test of an installed package without a GPU: the demo, products in NumPy, NVRTC, and the import of CuPy."""
 
 from __future__ import annotations
 

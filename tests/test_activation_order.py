@@ -41,7 +41,7 @@ from tests.test_formats_llm import numbers
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
 from tests.test_llm_device import SimulatedOps, simulated
 
-__all__ = ["simulated"]  # a fixture, which pytest finds by its name in this module
+__all__ = ["simulated"]  # The import makes pytest find the fixture `simulated` in this module.
 
 plan_gather = planner(gather_columns.ColumnGather)
 AWQ = ("qweight", "scales", "qzeros")
@@ -89,7 +89,7 @@ def test_a_row_that_does_not_fit_in_shared_memory_is_gathered_from_global_memory
 
 
 def ordered(rng: np.random.Generator, k: int, n: int, group: int = 16, **options: Any) -> tuple[Any, np.ndarray]:
-    """Return a random weight and a random activation order."""
+    """Return a random weight [k, n], and a random permutation of k as its activation order."""
     return random_weight(rng, k, n, group, **options), rng.permutation(k).astype(np.int32)
 
 
@@ -115,7 +115,7 @@ def test_layer_multiplies_the_gathered_columns_of_x_of_any_rank(seed: int, rank:
 
 
 def test_layer_with_an_order_computes_the_dense_product_of_the_file() -> None:
-    """Row order[i] of the file's W is row i of the sorted weight."""
+    """Row i of the stored (sorted) weight is row order[i] of W: y = x[:, order] @ stored = x @ W."""
     weight, order = ordered(np.random.default_rng(0), 64, 24)
     w = np.empty((64, 24), np.float32)
     w[order] = cupy_awq.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
@@ -226,7 +226,7 @@ def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:
     files = llm.read(path)
     model = build_model(files, ops(files.config, **options))
     cache = model.ops.make_cache(1, 40)
-    parts = [IDS[:6], *([token] for token in IDS[6:])]  # a prompt, then single tokens
+    parts = [IDS[:6], *([token] for token in IDS[6:])]  # a prompt of six tokens, then decode steps of one token
     hidden = [part for ids in parts for part in model.prefill(cache, 0, ids)]
     found = np.concatenate([model.logits(part)[0] for part in hidden])
     return found if isinstance(found, np.ndarray) else found.get()
@@ -252,7 +252,7 @@ def test_an_act_order_model_on_the_gpu_back_end(tmp_path: Path, shared: bool) ->
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("m", [1, 3, 17])
 def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
-    """A GEMM before a norm stores x in the order of the GEMM after it, without a gather or a separate norm."""
+    """The GEMM before a norm stores x in the order of the GEMM after it, without a gather or a separate norm."""
     rng = np.random.default_rng(m)
 
     def repacked(weight: PackedWeight) -> PackedWeight:
@@ -283,7 +283,7 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
     def forward(ops: Any, count: int) -> np.ndarray:
         enter, leave = ops.make_projection(gate_up, gated=True), ops.make_projection(down)
         operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first]
-        operations.append(Project(lambda x: x))  # a projection without an order
+        operations.append(Project(lambda x: x))  # a linear layer that has no activation order
         return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
 
     for count in (5, 8):
@@ -303,9 +303,6 @@ def test_load_gives_layers_with_an_order(tmp_path: Path) -> None:
     assert layer.order is not None
     x = np.eye(layer.shape[0], dtype=np.float32)
     np.testing.assert_allclose(layer(x), dense[f"{name}.weight"].T.astype(np.float32), rtol=2e-3, atol=1e-6)
-
-
-# ----------------------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
@@ -356,7 +353,7 @@ def test_layers_whose_gemm_gathers_x_on_the_gpu(
 
 @pytest.mark.gpu
 def test_a_captured_chain_of_layers_with_orders() -> None:
-    """Each plan gathers the result of the preceding one, and all plans share one workspace."""
+    """In a CUDA graph, each plan gathers the preceding plan's result, and all plans share one workspace."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -433,7 +430,7 @@ def test_orders_on_another_device_or_out_of_range_are_refused_on_the_gpu() -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_act_order_model_on_the_gpu(tmp_path: Path, shared: bool) -> None:
-    """With group size 32, a Hopper GPU fuses the norms into the GEMMs."""
+    """With group size 32, which the fragment layout supports, Hopper fuses norms into GEMMs; with 16 it cannot."""
     for group, width in ((16, 96), (32, 128)):
         config = {**llm_models.QWEN2, "intermediate_size": width}
         path = act_order_files(tmp_path / str(group), config, shared=shared, group=group)

@@ -26,11 +26,11 @@ from cupy_awq.tools.demo import SMOLLM2_MLP
 
 F16, F32 = np.float16, np.float32
 SENTINEL = 85
-"""The value of the bytes of ``out`` before a call."""
+"""The value of every byte of ``out`` before a call; after a refused call, all bytes must still have it."""
 
 
 class Call(NamedTuple):
-    """A valid call.
+    """A valid call of a public function, to be changed into invalid ones.
 
     Attributes:
         function: the function.
@@ -44,12 +44,12 @@ class Call(NamedTuple):
 
 
 def _out(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return an array for a result, filled with the sentinel."""
+    """Return an array for a result whose bytes are all SENTINEL."""
     return np.full(shape, SENTINEL, np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
 
 
 def _calls() -> dict[str, Call]:
-    """Return the valid calls by function name."""
+    """Return a valid call of each public function that takes arrays, by the function's name."""
     weight = cupy_awq.quantize(np.eye(32, 16, dtype=F32), group_size=16)
     packed = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
     block = cupy_awq.from_packed(weight)
@@ -218,11 +218,11 @@ def _changed(value: Any, change: str) -> Any:
 
 
 def _names(call: Call) -> set[str]:
-    """Return the names with which an error of a call may start."""
+    """Return the names with which the error of a call may start: arguments, and what must agree with them."""
     names = {*call.arguments, *call.options}
     if inspect.signature(call.function).parameters.keys() & {"parts"}:
         names |= {"parts[0]", "parts[1]", "weight"}
-    if "w" in names or "x" in names or "m" in names:  # A layer or a weight determines sizes that errors name.
+    if "w" in names or "x" in names or "m" in names:  # a layer or a weight determines sizes, so an error may name it
         names |= {"weight"}
     return names
 
@@ -248,7 +248,7 @@ def check_call(name: str, changes: dict[str, Any]) -> str:
         except (TypeError, ValueError) as error:
             text = str(error)
             shown = f"{type(error).__name__}: {text}"
-    if shown.startswith("CheckpointError: "):  # The error names the file, as a drawn path may exist, such as "/".
+    if shown.startswith("CheckpointError: "):  # the drawn path may be a file that exists, which the error then names
         assert text.startswith(f"{Path(arguments['path'])}: expected "), shown
     elif shown:
         found = re.match(r"([A-Za-z_]+(\[\d+\])?): expected ", text)

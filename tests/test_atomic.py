@@ -30,12 +30,12 @@ from tests.test_llm_quantize import TEXT, dense_folder
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs limits of file sizes")
 
 LIMITS = (0, 1, 100, 3000, 5000)
-"""The file sizes in bytes above which writes fail, so that the disk is full in the middle of one file or another."""
+"""The sizes in bytes above which files cannot grow, so that the disk seems full at various points of a write."""
 
 
 @contextlib.contextmanager
 def full_disk(free_bytes: int) -> Iterator[None]:
-    """Let every write fail that makes a file larger than this, in the context."""
+    """Let every write in the context fail that makes a file larger than ``free_bytes``, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
     try:
@@ -147,7 +147,7 @@ def test_a_target_that_cannot_be_written_is_an_error_of_one_line(
     converted = tmp_path / ("file.ak48" if name == "file" else f"{name}/m.ak48")
     commands = [["convert", str(model), str(converted)]]
     (tmp_path / "file.ak48").mkdir()
-    if name != "no/folder":  # `quantize` and `save` create missing parent folders.
+    if name != "no/folder":  # `quantize` and `save` create missing parent folders
         target = str(tmp_path / name)
         commands.append(["quantize", str(dense), target, *options, "--sequence-length", "64", "--method", "rtn"])
         with pytest.raises(OSError, match=r"^\[Errno \d+\] .*'$"):
@@ -190,7 +190,7 @@ def test_save_replaces_its_own_files_and_no_others(tmp_path: Path, monkeypatch: 
     save(out, second, "autoawq")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert read(out).specs["a.m"].group_size == 32
-    save(out, read(out), "gptq")  # The source and the target are the same folder.
+    save(out, read(out), "gptq")  # convert a folder into itself
     assert read(out).specs["a.m"].group_size == 32
     (out / "adapter.safetensors").write_bytes(b"mine")
     before = all_files(out)

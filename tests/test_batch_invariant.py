@@ -38,7 +38,7 @@ SHAPES = [(4096, 4096), (12288, 4096), (8192, 28672), (576, 1536), (128, 64)]
 
 
 def bits(y: Any) -> np.ndarray:
-    """Return the bits of an array of 16- or 32-bit values in host memory."""
+    """Return the bit patterns of an array of 16- or 32-bit floats as integers in host memory."""
     host = y if isinstance(y, np.ndarray) else y.get()
     return host.view({2: np.uint16, 4: np.uint32}[host.dtype.itemsize])
 
@@ -70,7 +70,7 @@ def cancelling(
 
 
 class Product:
-    """A random weight, x and epilogue of a problem; `rows` computes y for any rows of x on a back end."""
+    """A random weight, x and epilogue of a problem; `rows` computes the rows of y for any batch of rows of x."""
 
     def __init__(self, problem: Problem, run: Run, here: device.Device, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ class Product:
 
 
 def _whole(a: np.ndarray) -> np.ndarray:
-    """Return a copy whose rows are aligned to 16 bytes."""
+    """Return a copy of a matrix whose rows each start at a multiple of 16 bytes."""
     return strided(a, -a.shape[1] % (16 // a.itemsize))
 
 
@@ -114,7 +114,7 @@ def _whole(a: np.ndarray) -> np.ndarray:
 @given(data=st.data())
 @few_examples
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int, data: st.DataObject) -> None:
-    """Problems and batches are random, with every kernel that serves some M; only the batch changes."""
+    """For random problems and any kernel, y of a row has equal bits alone and in a random batch, on the same weight."""
     is_repacked = arch == 90 and data.draw(st.booleans())
     group_size = data.draw(st.sampled_from([32, 64, 128] if is_repacked else [8, 16, 24, 32, 48, 128]))
     gated = data.draw(st.booleans())
@@ -151,7 +151,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int,
 def results(
     product: Product, problem: Problem, here: device.Device, most: int
 ) -> tuple[dict[Reduction, set[bytes]], set[str]]:
-    """Return all distinct results of a problem for four reductions, and the names of the kernels.
+    """Return a problem's distinct results for four orders of additions, and the names of its kernels.
 
     At most ``most`` configurations of each kernel and reduction run.
     """
@@ -163,7 +163,7 @@ def results(
             if reduction is not None:
                 choice = select.Choice(problem, family, config, family.plan(config, problem, here))
                 found.setdefault(reduction, {}).setdefault(choice.plan.kernel.entry, []).append(choice)
-    # Reductions that most kernels implement come first, as their kernels must agree.
+    # Try reductions that most kernels implement first: there, most kernels must agree.
     order = sorted(found, key=lambda reduction: -len(found[reduction]))
     some = [*order[:2], *order[2 :: ceil_div(len(order), 2)]]
     rows, different = list(range(problem.m)), {}
@@ -188,7 +188,7 @@ def results(
 def test_all_kernels_with_the_same_reduction_agree(
     backend: str, arch: int, dtype: str, repacked: bool, m: int, kernels: set[str]
 ) -> None:
-    """Every kernel, tile, split-K and number of slices per CTA of the mode gives equal bits."""
+    """Kernels with one order of additions along K give equal bits, whatever their tile, split-K or CTAs."""
     here = facts(arch, backend)
     problem = Problem(m, 64, 416, 32, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=True)
     if repacked:
@@ -201,11 +201,14 @@ def test_all_kernels_with_the_same_reduction_agree(
     assert len(found) >= 3
     assert names >= kernels
     assert all(len(some) == 1 for some in found.values())
-    assert len(set().union(*found.values())) > 1  # for these values, the order of additions matters
+    assert len(set().union(*found.values())) > 1  # different orders give different bits here, so the test can fail
 
 
 def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m() -> None:
-    """Cover all architectures, group sizes and dtypes, and M on both sides of each tile size."""
+    """A weight gets one order of additions for every M, for all architectures, group sizes and dtypes.
+
+    M is taken on both sides of each tile size. Otherwise a row's bits would depend on the size of its batch.
+    """
     for arch, (k, n), group_size, dtype in itertools.product(
         (60, 75, 89, 90), SHAPES, (32, 128), ("float16", "bfloat16", "float32")
     ):
@@ -228,7 +231,7 @@ def test_a_weight_without_a_kernel_is_refused_with_reasons(arch: int, zeros: str
 
 
 def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
-    """A configuration with a new field keeps its reduction only if the field has its default value."""
+    """A new field of a configuration may change the order of additions, so only its default is accepted."""
 
     @dataclass(frozen=True)
     class NewConfig(GemmSm90Config):
@@ -247,7 +250,7 @@ def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
     ("repacked", "dtype", "step"), [(False, "bfloat16", 3), (True, "float16", 1), (True, "bfloat16", 3)]
 )
 def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dtype: str, step: int) -> None:
-    """Run the kernels of sm_90 that `choose` returns on one weight; with bfloat16, for every third M."""
+    """The chosen sm_90 kernels give equal bits for a row in batches of 1 to 64 rows (bfloat16: every third)."""
     here = facts(90, backend)
     problem = Problem(130, 128, 1536, 128, dtype, layouts=(FRAGMENTS,) if repacked else (AWQ,), batch_invariant=True)
     product = Product(problem, runner(backend), here, 0)
@@ -300,7 +303,7 @@ def test_rows_on_the_cpu_have_the_same_bits_in_any_batch(dtype: str, activation:
 def test_rows_on_the_gpu_have_the_same_bits_in_any_batch(
     dtype: str, k: int, n: int, group_size: int, activation: Any
 ) -> None:
-    """Run `AwqLinear`, `gemm` and plans with 1 to 600 rows."""
+    """`AwqLinear`, `gemm` and plans give equal bits for a row in batches of 1 to 600 rows."""
     rng = np.random.default_rng(n)
     x, weight = cancelling(rng, 600, k, n, group_size, DTYPES[dtype])
     bias = put(rng.standard_normal(n).astype(np.float32) / 64)
@@ -323,7 +326,7 @@ def test_rows_on_the_gpu_have_the_same_bits_in_any_batch(
     ("k", "n", "gated", "m"), [(1024, 512, True, 1), (1024, 512, True, 40), (1536, 256, False, 300)]
 )
 def test_all_kernels_of_a_layer_with_the_same_reduction_agree(dtype: str, k: int, n: int, gated: bool, m: int) -> None:
-    """Run gated layers and layers with a residual, with 1, 40 and 300 rows."""
+    """Layers with SwiGLU or a residual give equal bits by all kernels with one order of additions."""
     here = device.current()
     problem = Problem(m, n, k, 128, dtype, dtype, "packed", "float32", True, "silu" if gated else "gelu")
     problem = replace(problem, gated=gated, layouts=(AWQ, FRAGMENTS)[: 1 + (here.arch == 90)], batch_invariant=True)
@@ -368,7 +371,10 @@ def test_a_layer_reports_copies_and_explains_its_mode(capsys: pytest.CaptureFixt
 
 
 def test_a_choice_of_split_k_by_m_is_caught() -> None:
-    """The planted bug: configurations are filtered by all fields of a reduction but the slices of K."""
+    """If a configuration's split of K may depend on M, rows change their bits with the batch, and the check fails.
+
+    The planted bug: configurations are accepted if they agree with the order of additions in all but the slices of K.
+    """
 
     reduction = GemmMma.reduction
 

@@ -22,7 +22,7 @@ from tests.test_kernels import DTYPES, facts
 
 
 def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
-    """Return the attention of ``steps`` tokens per sequence, the first of which is at the position ``starts``."""
+    """Return causal attention of ``steps`` tokens per sequence; ``starts`` are their first tokens' positions."""
     _, kv_heads, capacity, head_dim = cache[0].shape
     sizes = kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
     plan = kernels.plan_attention(here, len(starts) * steps, steps, q.shape[1], *sizes, q.dtype.name)
@@ -37,7 +37,10 @@ def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int],
     ("arch", "dtype", "head_dim"), [(60, "float16", 16), (80, "float16", 64), (90, "bfloat16", 128)]
 )
 def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: str, head_dim: int) -> None:
-    """A prompt runs as a whole, in chunks, and token by token, on both sides of tiles of keys."""
+    """Attention of a token has equal bits if its prompt runs whole, in chunks, or token by token.
+
+    Lengths lie on both sides of the kernels' tiles of keys.
+    """
     rng, run, here = np.random.default_rng(0), runner(backend), facts(arch, backend)
     length, capacity, heads, kv_heads = 300, 520, 2, 1
     q = random_activations(rng, length, heads, head_dim, dtype=DTYPES[dtype])
@@ -65,7 +68,7 @@ PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, llm_models.VOCAB 
 
 
 def prompt_logits(model: Any, ids: list[int], chunks: list[int], sequences: int = 1, at: int = 0) -> np.ndarray:
-    """Return the logits of each token of a prompt that runs in chunks, as sequence ``at`` of a batch."""
+    """Return the logits of each token of a prompt that runs in ``chunks``, as sequence number ``at`` of a batch."""
     cache = model.ops.make_cache(sequences, len(ids) + 8)
     for i in range(sequences):
         if i != at:
@@ -81,7 +84,7 @@ def prompt_logits(model: Any, ids: list[int], chunks: list[int], sequences: int 
 
 
 def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> None:
-    """Check that greedy texts are equal alone and in a batch, for several sizes of prompt chunks."""
+    """Check that greedy texts of prompts are equal alone and in a batch, for several sizes of prompt chunks."""
     whole = model.model.ops.prefill_chunk
     batch = [c.tokens for c in model.generate(prompts, raw=True, max_tokens=tokens)]
     for i, prompt in enumerate(prompts):

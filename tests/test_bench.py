@@ -30,17 +30,14 @@ def row(
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the GPU and repeat only a few times."""
+    """Let no GPU be found, and repeat timings on the CPU only a few times, so that tests end soon."""
     monkeypatch.setattr(placement, "gpu_count", lambda: 0)
     monkeypatch.setattr(timing, "CPU_SECONDS", 0.0)
 
 
-# Figures.
-
-
 def test_figures_of_a_row() -> None:
     found = row()
-    assert found.gbs == 1000.0  # The row moves 10 MB in 10 us.
+    assert found.gbs == 1000.0  # 10 MB in 10 us are 1000 GB/s
     assert found.tflops == pytest.approx(2 * 16 * 4096 * 4096 / 10e-6 / 1e12)
     assert found.over_roofline == 2.0
     assert found.over_fp16 == 2.0
@@ -65,9 +62,6 @@ def test_rows_survive_json_and_stay_consistent(sizes: tuple[int, ...], times: tu
     assert read["us"] * read["tflops"] * 1e6 == pytest.approx(read["flops"])
     assert (read["over_roofline"] is None) == (read["roofline_us"] is None)
     assert (read["over_fp16"] is None) == (read["other_us"]["fp16"] is None)
-
-
-# Times on the CPU.
 
 
 def test_time_on_the_cpu_is_that_of_one_call() -> None:
@@ -116,9 +110,6 @@ def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture
     assert only["nbytes"] == 64 * 8 + 16 * 2 + 8 + 3 * (64 + 16) * size
     assert only["us"] > 0
     assert (only["roofline_us"], only["other_us"]) == (None, {"fp16": None})
-
-
-# Output: tables and the plot.
 
 
 def test_text_says_what_is_measured_and_what_nominal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +170,6 @@ def test_plot_without_matplotlib_fails_before_the_work(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["bench", "64x8", "--group-size", "64", "--plot", "times.png"]) == 2
     assert capsys.readouterr().err == "cupy_awq: error: --plot needs matplotlib: pip install matplotlib\n"
-
-
-# Times on a GPU.
 
 
 @pytest.mark.gpu

@@ -258,7 +258,7 @@ def test_conv2d_int8_refuses_scales_and_biases_that_would_give_silent_zeros(chan
 
 
 def test_infinite_and_nan_elements_do_not_warn() -> None:
-    """As in `gemm`, an infinity gives no warning; pytest turns the package's warnings into errors."""
+    """An infinity or NaN in an input gives no warning, as in `gemm`; pytest turns warnings into errors."""
     weight = BlockQuantizedWeight(np.full((8, 1, 1, 8), 9, np.uint8), np.ones((8, 2), F32), np.ones((8, 2), F32))
     for value in (np.inf, -np.inf, np.nan, 3e38):
         x = np.full((3, 8), value, F32)

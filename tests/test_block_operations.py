@@ -39,9 +39,6 @@ def array(entry: dict[str, Any], dtype: Any) -> np.ndarray:
     return np.array(entry["v"], dtype).reshape(entry["shape"])
 
 
-# ---- Vectors that MNN computed.
-
-
 def test_mnn_packing_decodes_to_the_same_codes() -> None:
     case = VECTORS["mnn_conv_fpA_int4B"]
     packed = np.array([int(b, 16) for b in case["packed_ocp_khw_icp2_hex"]["hex"]], np.uint8).reshape(8, 4, 4)
@@ -52,7 +49,7 @@ def test_mnn_packing_decodes_to_the_same_codes() -> None:
 
 
 def test_conv2d_matches_the_mnn_vector() -> None:
-    """The recorded values have five decimals."""
+    """`conv2d` with the unpacked MNN weight gives the output that MNN itself computed, recorded with five decimals."""
     case = VECTORS["mnn_conv_fpA_int4B"]
     packed = np.array([int(b, 16) for b in case["packed_ocp_khw_icp2_hex"]["hex"]], np.uint8).reshape(8, 4, 4)
     scale, offset = array(case["scale"], np.float32), array(case["offset"], np.float32)
@@ -104,9 +101,6 @@ def test_conv2d_int8_matches_the_mnn_vector() -> None:
     np.testing.assert_array_equal(y[:, :, 0, 0], array(case["out_q"], int))
 
 
-# ---- Properties of the results.
-
-
 @given(data=st.data())
 @settings(max_examples=60)
 def test_quantization_error_is_at_most_half_a_step(data: st.DataObject) -> None:
@@ -132,7 +126,8 @@ def test_quantization_error_is_at_most_half_a_step(data: st.DataObject) -> None:
 
 
 def test_halves_round_away_from_zero_or_to_even() -> None:
-    x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5]], np.float32)  # The largest value, 127, makes the scale 1.
+    # The largest value, 127, makes the scale 1, so that the others lie half-way between codes.
+    x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5]], np.float32)
     away, even = (quantize_activations(x, symmetric=True, rounding=r)[0][0] for r in ("half_away", "half_even"))
     np.testing.assert_array_equal(away, [127, 1, 2, 3, -1, -3])
     np.testing.assert_array_equal(even, [127, 0, 2, 2, 0, -2])
@@ -162,7 +157,10 @@ def test_zero_and_constant_rows_are_quantized_exactly() -> None:
 @given(data=st.data())
 @settings(max_examples=40)
 def test_gemm_int8_equals_the_product_of_the_dequantized_operands(data: st.DataObject) -> None:
-    """Last blocks are shorter; blocks of x are finer than the weight's, or rows; either operand has offsets."""
+    """For random shapes, the integer GEMM equals the float64 product of the dequantized x and W.
+
+    Last blocks may be shorter, blocks of x finer than the weight's or whole rows, and either operand may have offsets.
+    """
     m, n, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     block = data.draw(st.integers(1, 70))
     parts = data.draw(st.sampled_from([p for p in (1, 2, 3) if block % p == 0]))
@@ -266,9 +264,6 @@ def test_conv2d_int8_is_within_one_code_of_the_real_convolution(data: st.DataObj
     assert np.mean(y == wanted) > 0.9
 
 
-# ---- Linear layers.
-
-
 @pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
 def test_from_packed_keeps_the_values_of_an_awq_weight(zeros: str) -> None:
     weight = random_awq(np.random.default_rng(0), 96, 40, 32, zeros=zeros)
@@ -288,7 +283,7 @@ def test_4_bit_codes_are_stored_packed_and_awq_words_are_shared() -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu"])
 def test_activations_that_an_operation_lacks_are_refused_by_name(activation: str) -> None:
-    """No unsupported activation may become the clamp of the requantizing kernel."""
+    """An activation that an operation lacks must not become the clamp of the requantizing kernel instead."""
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, (4, 1, 1, 8), 8), np.ones((2, 8), np.float32)
     image, codes = np.ones((1, 8, 1, 1), np.int8), np.ones((4, 1, 1, 8), np.int8)
@@ -314,12 +309,15 @@ def test_linear_int8_stays_within_its_documented_error_bound(seed: int, spread: 
     size = np.abs(x).reshape(5, 3, 32).max(2).astype(float) / 254 @ np.abs(w).reshape(24, 3, 32).sum(2).T
     error = np.abs(y - x.astype(float) @ w.T)
     assert (error <= 1.001 * size + 1e-5).all()
-    assert error.max() > 0.02 * size.max()  # The errors come close to the bound.
+    assert error.max() > 0.02 * size.max()  # the bound is not too loose: errors come close to it
     assert linear_int8(x.astype(np.float16), weight, activation="relu").dtype == np.float16
 
 
 def test_a_layout_is_complete_before_another_thread_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second thread waits while the first waits for its stream; after an error there is no layout."""
+    """A weight's layout on the GPU is given to other threads only after the stream that makes it has been synchronized.
+
+    Without that, a second thread would launch a product on half-written codes. After an error there is no layout.
+    """
     cupy = pytest.importorskip("cupy")
     weight = random_weight(np.random.default_rng(0), (8, 1, 1, 32), 32)
     monkeypatch.setattr(block_weight, "namespace", lambda array: cupy)  # Treat the weight as if it were on a GPU.

@@ -24,7 +24,10 @@ BLOCKS = 9
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences of a small alphabet, which start, grow and end at random; each block remembers what was written."""
+    """A random test of the block pool: sequences over a small alphabet start, grow and end, and share prefixes.
+
+    It remembers what was written to each block, so a block that is reused wrongly or freed twice shows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class Pool(RuleBasedStateMachine):
         self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     def compute(self, table: BlockTable, tokens: list[int], computed: int) -> None:
-        """Write blocks as a step does: each block of new tokens then holds the text up to its last token."""
+        """Note what a forward pass writes: each block gets the text up to its last computed token."""
         for i in range(table.computed // BLOCK, count_blocks(computed)):
             self.contents[table.blocks[i]] = table.salt, tuple(tokens[: min(computed, (i + 1) * BLOCK)])
         self.pool.mark_computed(table, tokens, computed)
@@ -102,7 +105,7 @@ def test_the_least_recently_used_prefix_is_evicted_and_its_end_first() -> None:
     assert DUMMY not in newer.blocks
     assert [len(pool.find_prefix("", [*text, 9])) for text in texts] == [1, 2]
     pool.release(newer)
-    assert pool.reserve(BlockTable(), BLOCK)  # a block without a prefix is taken first
+    assert pool.reserve(BlockTable(), BLOCK)  # a block that holds no known prefix is taken first
     assert [len(pool.find_prefix("", [*text, 9])) for text in texts] == [1, 2]
 
 
@@ -117,7 +120,10 @@ def test_a_whole_prompt_that_is_known_still_runs_its_last_token() -> None:
 
 @pytest.mark.parametrize("family", list(llm_models.FAMILIES))
 def test_ragged_rows_have_the_bits_of_a_sequence_alone(tmp_path: Path, family: str) -> None:
-    """Three sequences run in chunks of different lengths, in scattered blocks of NaN; a contiguous cache is alike."""
+    """Rows of a ragged batch have the bits that each sequence has alone, and as in a contiguous cache.
+
+    Three sequences run in chunks of different lengths, in scattered cache blocks that hold NaN before.
+    """
     files = llm.read(llm_models.folder(tmp_path, llm_models.FAMILIES[family]))
     model = build_model(files, NumpyOps(files.config, batch_invariant=True))
     rng = np.random.default_rng(0)

@@ -36,7 +36,7 @@ CASES = [
 
 
 def render(template: str, chat: list[dict[str, str]]) -> dict[str, str]:
-    """Return {"text": the rendered text}, or {"error": the name of the exception's class} as in the file."""
+    """Return {"text": the text that a template renders to}, or {"error": the exception's class name}, as recorded."""
     try:
         return {"text": chat_template.render(template, chat, VARIABLES, "file")}
     except CheckpointError as error:
@@ -59,7 +59,7 @@ def test_a_template_renders_as_in_transformers(
 
 
 class Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of transformers."""
+    """The tag {% generation %} of transformers, as an extension of jinja2: it renders its body."""
 
     tags = frozenset({"generation"})
 
@@ -73,7 +73,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def render_plainly(template: str, chat: list[dict[str, str]]) -> str | None:
-    """Return what jinja2 renders in this process, or None if it fails."""
+    """Return what plain jinja2, set up as in transformers, renders in this process, or None if it fails."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -131,7 +131,7 @@ def test_special_tokens_in_variables_are_plain_text() -> None:
 
 
 def test_a_chat_of_20_turns_renders_in_2_ms() -> None:
-    """The fastest of many renderings did not wait for the processor, which other processes also use."""
+    """A chat of 20 turns renders in at most 2 ms by the fastest of many tries, as others may wait for the processor."""
     chat = [{"role": ("user", "assistant")[i % 2], "content": "word " * 50} for i in range(40)]
     for entry in TABLE["templates"]:
         if entry["name"] not in ("chatml", "qwen2_5", "smollm3", "granite3_3"):

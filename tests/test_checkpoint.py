@@ -36,9 +36,6 @@ def assert_right(layer: Any, tensors: Tensors, name: str) -> None:
     assert testing.relative_error(layer(x), x, weight) < 5e-4
 
 
-# Supported checkpoints.
-
-
 def test_folder_gives_layers_that_compute_and_the_other_tensors(tmp_path: Path) -> None:
     tensors = module("a.b") | {"norm.weight": np.arange(K, dtype=np.float32)}
     layers = load(folder(tmp_path, tensors), device="cpu")
@@ -166,9 +163,6 @@ def test_layer_at_the_root_has_the_empty_name(tmp_path: Path) -> None:
     assert load(tmp_path / "layer.safetensors", device="cpu")[""].shape == (K, N)
 
 
-# Lazy and copy-free reading.
-
-
 def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
     layers = load(folder(tmp_path, module("a") | {"t": np.ones(3, np.float32)}), device="cpu")
     weight = layers["a"].weight
@@ -179,7 +173,7 @@ def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
 
 def test_tensor_larger_than_memory_loads_because_nothing_is_read(tmp_path: Path) -> None:
     k, words = 1 << 20, 1 << 14
-    nbytes = 4 * k * words  # The file is sparse, of 64 GiB.
+    nbytes = 4 * k * words  # a sparse file of 64 GiB: it must be mapped, not read
     scales = 2 * 8 * words
     header = {
         "a.qweight": entry("I32", (k, words), (0, nbytes)),
@@ -245,9 +239,6 @@ def test_reads_what_the_safetensors_package_writes(tmp_path: Path, arrays: Tenso
         assert found[name].tobytes() == array.tobytes()
 
 
-# The checkpoint in the package.
-
-
 def test_shipped_folder_is_small_and_holds_the_three_layers() -> None:
     files = {file.name: file.stat().st_size for file in SMOLLM2_MLP.iterdir()}
     assert files.keys() == {"config.json", "model.safetensors", "NOTICE"}
@@ -259,9 +250,6 @@ def test_shipped_folder_is_small_and_holds_the_three_layers() -> None:
 def test_shipped_folder_names_its_origin_and_license() -> None:
     notice = (SMOLLM2_MLP / "NOTICE").read_text()
     assert re.search(r"SmolLM2-135M-Instruct.*HuggingFaceTB.*Apache License, Version 2\.0", notice, re.DOTALL)
-
-
-# Loading onto a GPU.
 
 
 @pytest.mark.gpu

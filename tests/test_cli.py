@@ -53,7 +53,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that contains a mistake and return the one line that it prints."""
+    """Run a command with a mistake: check exit code 2, no output, one line on stderr, and return that line."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     *progress, line = captured.err.splitlines()
@@ -66,9 +66,6 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(arguments) == 0
     return capsys.readouterr().out
-
-
-# Commands in processes of their own.
 
 
 def test_mistake_in_a_process_is_one_line_and_exit_code_2() -> None:
@@ -141,9 +138,6 @@ def test_interrupt_during_imports_prints_no_traceback(module: str) -> None:
 
 def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert mistake(capsys, "info", "") == "cupy_awq: error: path: expected a file or a folder, got an empty string"
-
-
-# Help and mistakes that all commands share.
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -255,9 +249,6 @@ def test_memory_that_does_not_suffice_is_one_line(
     assert mistake(capsys, "bench", "128x8") == "cupy_awq: error: MemoryError"
 
 
-# The command demo.
-
-
 def test_demo_json_has_every_layer_at_every_m_with_a_small_error(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(output(capsys, "demo", "--json"))
     assert [(row["layer"], row["m"]) for row in rows] == [
@@ -318,9 +309,6 @@ def test_line_breaks_in_names_cannot_split_the_message(tmp_path: Path, capsys: p
     assert "no where" in mistake(capsys, "info", "no\nwhere") or "no\\nwhere" in mistake(capsys, "info", "no\nwhere")
 
 
-# The commands explain and compile.
-
-
 def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--group-size", "64", "--dtype", "bfloat16", "--arch", "80"
     text = output(capsys, "explain", "4096x12288", "64x128", "--m", "1,16", *options)
@@ -371,9 +359,6 @@ def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.Monkey
     assert main(["compile", "--arch", "80", "--arch", "90a"]) == 1
     assert main(["compile", "--arch", "90a", "--batch-invariant"]) == 1
     assert seen == [(["80", "90a"], False), (["90a"], True)]
-
-
-# Tables.
 
 
 @pytest.mark.parametrize(

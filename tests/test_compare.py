@@ -39,7 +39,10 @@ def test_each_part_of_the_range_has_a_number_of_rows(seed: int) -> None:
 
 
 def test_a_plain_read_reads_all_and_writes_all() -> None:
-    """The threads' XORs together are the XOR of all words, so each word was read an odd number of times."""
+    """Every thread writes the XOR of what it has read; all of these together must be the XOR of all words of the input.
+
+    So each word was read an odd number of times.
+    """
     rng = np.random.default_rng(0)
     weight, x = (rng.integers(0, 1 << 32, 4 * vectors, dtype=np.uint32) for vectors in (1021, 77))
     threads = 2 * 1024
@@ -56,7 +59,7 @@ def test_a_plain_read_reads_all_and_writes_all() -> None:
 
 
 def test_medians_are_per_graph_and_per_call() -> None:
-    """No event is waited for between the first warm-up replay and the last timed one: replays are queued."""
+    """Medians are taken per graph, and no event is waited for between warm-up and the last replay: all are queued."""
     now, order = [0.0], []
     durations = {0: itertools.cycle([2.0, 2.0, 50.0]), 1: itertools.cycle([30.0])}
 
@@ -89,7 +92,7 @@ def test_a_sample_of_cells_has_every_number_of_rows() -> None:
 
 
 def run_of(ours: dict[tuple[int, int, int], float], **changes: Any) -> dict[str, Any]:
-    """Return a run in which Marlin takes 12 us, cuBLAS 10 us and a plain read 6 us, with a roofline of 4 us."""
+    """Return a stored run with times ``ours``; Marlin takes 12 us, cuBLAS 10, a plain read 6, the roofline is 4."""
     rows = []
     for (k, n, m), us in ours.items():
         for peer, time in {"ours": us, "marlin": 12.0, "fp16_tn": 10.0, "machete": 1.0}.items():
@@ -101,7 +104,7 @@ def run_of(ours: dict[tuple[int, int, int], float], **changes: Any) -> dict[str,
 
 
 def test_summary_by_range_of_rows() -> None:
-    """Machete's wrong results do not count; a cell with more arithmetic than reading is bounded by arithmetic."""
+    """The summary ignores a peer with wrong results (Machete), and bounds cells with much arithmetic by that."""
     run = run_of({(4096, 4096, 1): 5.0, (128, 64, 16): 20.0, (4096, 4096, 200): 10.4})
     next(row for row in run["rows"] if row["m"] == 200 and row["peer"] == "arithmetic")["us"] = 8.0
     comparison = Comparison(run)
@@ -126,7 +129,7 @@ def test_first_choices_are_summarized() -> None:
 
 
 def test_a_cut_off_run_is_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A run that ended early, without peers or first choices, omits the tables about them."""
+    """A run that ended early, without peers or first choices, is rendered without the tables about them."""
     run = run_of({(128, 64, 1): 6.0})
     run["rows"] = [row for row in run["rows"] if row["peer"] in ("ours", "roof")]
     (tmp_path / "tables").mkdir()

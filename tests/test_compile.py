@@ -39,7 +39,7 @@ KERNEL = Kernel("scale.cu", "scale", (("FACTOR", 3),), "80")
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of sources with one kernel and one header, and make an empty cache current."""
+    """Return a folder that takes the place of cuda_src, with one kernel and one header, and an empty cache."""
     (tmp_path / "scale.cu").write_text(SCALE)
     (tmp_path / "factor.cuh").write_text(FACTOR)
     monkeypatch.setattr(sources, "folder", lambda: tmp_path)
@@ -49,7 +49,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of targets to which each compilation by NVRTC is added."""
+    """Return a list to which each compilation by NVRTC appends the architecture that it compiles for."""
     seen: list[str] = []
     real = compiler._compile
 
@@ -177,7 +177,7 @@ def _use_file_as_folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _fill_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every write fail after half of its bytes."""
+    """Let every write fail after half of its bytes, as on a full disk."""
 
     def limited(descriptor: int, mode: str) -> Any:
         file = os.fdopen(descriptor, mode)
@@ -202,7 +202,7 @@ def _fill_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _deny_reads(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every access fail, as in another user's folder with mode 0700."""
+    """Let every access to the cache fail, as in another user's folder with mode 0700."""
 
     def denied(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -234,7 +234,10 @@ def test_a_cache_folder_that_cannot_be_used_costs_one_warning(
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root to become another user")
 def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) -> None:
-    """A container image is often built as root and run as another user, whose home may not exist."""
+    """Kernels that root has compiled are loaded by another user without compiling again, even if that user has no home.
+
+    Container images are often built as root and run as another user.
+    """
     script = (
         "import os, sys, warnings\n"
         "from cupy_awq.kernels import select\n"
@@ -243,7 +246,7 @@ def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) ->
         "kernel = select.choose(Problem(1, 256, 256, 128), device.nominal(80)).plan.kernel\n"
         "warnings.simplefilter('always')\n"
         "os.umask(0o022)\n"
-        # The other user may lack access to the installation, so read the sources and run NVRTC before the switch.
+        # Read sources and load NVRTC as root, as the other user may not be allowed to read the installation.
         "texts = sources.include_closure(kernel.source)\n"
         "sources.include_closure = lambda source: texts\n"
         "real, results = compile._compile, []\n"
@@ -272,7 +275,7 @@ def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) ->
     assert run() == ("True", 0)
     assert run("other") == ("False", 0)
     for path in folder.iterdir():
-        path.chmod(0o600)  # Older versions wrote files that only their owner can read.
+        path.chmod(0o600)  # Older versions wrote files that only their owner may read; they must be replaced.
     assert run("other") == ("True", 1)
     assert run("other", "homeless") == ("True", 1)
 
@@ -331,7 +334,10 @@ def test_ptx_is_the_text_for_the_plan(root: Path) -> None:
 
 @pytest.mark.parametrize("arch", [60, 75, 80, 90])
 def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command compiles every kernel that selection may choose for a common layer, here for two shapes of layers."""
+    """`compile` compiles every kernel that selection may choose for a common layer: none is left to the first call.
+
+    Only two shapes of layers are tried here.
+    """
     monkeypatch.setattr(compile_all, "SHAPES", ((4096, 4096), (12288, 4096)))
     monkeypatch.setattr(compile_all, "REPACKED_MS", (1, 16, 64, 1024))
     listed, invariant = (set(compile_all.kernels(arch, flag)) for flag in (False, True))

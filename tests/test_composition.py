@@ -34,11 +34,11 @@ ENTRIES = {
     "gemm_w4a8_sm90": "kStartsNextLate",
     "conv2d_sm90": "kHasBias",
 }
-"""A constant of each kernel that is negated in the second instance."""
+"""The name of a constant of each kernel that is negated in the second instance, so that the two differ."""
 
 
 def kernel_of(entry: str) -> Kernel:
-    """Return the kernel with an entry point that is chosen for one of a few problems."""
+    """Return the kernel with this entry point that some common problem is solved by on a nominal GPU."""
     here = device.nominal(80 if entry == "gemm_mma_fragments" else 90)
     problems = (*GEMMS, *Int8Problem.common_problems(), *Convolution.common_problems())
     kernels = (select.choose(problem, here).plan.kernel for problem in problems)

@@ -43,7 +43,7 @@ SIMT = (CONV2D_SIMT, SimtConfig())
 
 
 def pixels(rng: np.random.Generator, sizes: ConvolutionSizes, dtype: Any, padded: int = 0) -> np.ndarray:
-    """Return random x [batch, height, width, channels], stored with zeros up to ``padded`` channels."""
+    """Return random x [batch, height, width, channels], with zeros after each pixel up to ``padded`` channels."""
     channels = sizes.channels * sizes.groups
     x = np.zeros((sizes.batch, sizes.height, sizes.width, channels + padded), dtype)
     x[..., :channels] = rng.standard_normal((*x.shape[:3], channels))
@@ -51,9 +51,9 @@ def pixels(rng: np.random.Generator, sizes: ConvolutionSizes, dtype: Any, padded
 
 
 def convolution_shape(sizes: ConvolutionSizes) -> ConvolutionShape:
-    """Return the validated sizes of a convolution in NHWC."""
+    """Return the validated shape of a convolution of NHWC images with these sizes."""
     s = sizes
-    # The padding at the end is such that the output has the requested size.
+    # The padding at the end makes the output exactly as large as the sizes say.
     bottom = (s.out_h - 1) * s.stride_h + s.dilation_h * (s.kernel_h - 1) + 1 - s.height - s.pad_h
     right = (s.out_w - 1) * s.stride_w + s.dilation_w * (s.kernel_w - 1) + 1 - s.width - s.pad_w
     return ConvolutionShape(
@@ -111,7 +111,10 @@ def check_convolution(
 
 
 def with_strides(sizes: ConvolutionSizes, **options: Any) -> Convolution:
-    """Return a convolution of contiguous NHWC x; with one group, its channels are padded to a multiple of 8."""
+    """Return the problem of a convolution of contiguous NHWC images of these sizes.
+
+    Without groups, x has its channels padded to a multiple of 8, as the tensor-core kernels need it.
+    """
     channels = sizes.channels * sizes.groups
     padded = -(-channels // 8) * 8 if sizes.groups == 1 else channels
     strides = sizes.height * sizes.width * padded, sizes.width * padded, padded, 1
@@ -123,7 +126,10 @@ def with_strides(sizes: ConvolutionSizes, **options: Any) -> Convolution:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None:
-    """Filters are 3x3, and the last tiles are partly empty in pixels, outputs and K; K is whole or split in two."""
+    """Every tile of conv2d_sm80 gives right results where the last tiles are partly empty in pixels, outputs and K.
+
+    Filters are 3x3; K is whole or split in two.
+    """
     sizes = ConvolutionSizes(2, 9, 9, 24, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1)
     problem = with_strides(sizes, block_size=16, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(arch, backend)
@@ -138,7 +144,7 @@ def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None
 @given(data=st.data())
 @few_examples
 def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
-    """Draw channels (not only multiples of 8), strides, dilations, paddings, groups, filters, layouts of y."""
+    """Any channels, strides, dilations, paddings, groups, filters and layouts are right on every kernel."""
     draw = data.draw
     tensor = arch >= 80 and draw(st.booleans())
     groups = draw(st.sampled_from([1, 1, 2, 3]))
@@ -203,21 +209,24 @@ ON_HOPPER = pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @ON_HOPPER
 @pytest.mark.parametrize(("kernel", "bits", "dtype"), [(3, 4, "float16"), (1, 8, "bfloat16")])
 def test_every_sm90_tile(backend: str, kernel: int, bits: int, dtype: str) -> None:
-    """The last tiles of the images are partly empty in pixels, outputs and channels; K is whole or split."""
+    """Every tile of conv2d_sm90 is right where the last tiles are partly empty in pixels, outputs and channels.
+
+    K is whole or split.
+    """
     sizes = ConvolutionSizes(2, 9, 9, 72, 136, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
     found = [c for c in CONV2D_SM90.configs(problem, here) if not c.dense]
     assert {c.pixels for c in found} == set(conv2d_sm90.PIXELS)
     assert {(c.wg_co, c.wg_px) for c in found} == {(1, 1), (2, 1)}
-    # Half of the configurations have K whole, the other half K split in two.
+    # half of the configurations leave K whole, half split it in two
     found = [c for c in found if c.split_k == (c.pixels // 8 + c.wg_co) % 2 + 1]
     for config in sample(found, backend, 2, bits // 4):
         check_convolution(backend, problem, CONV2D_SM90, config, here, seed=kernel)
 
 
 def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **options: Any) -> Convolution:
-    """Draw a problem; channels may not fill a chunk, and blocks may straddle chunks."""
+    """Draw a convolution for sm_90 whose channels may not fill a chunk of 64, and whose blocks may straddle chunks."""
     channels = draw(st.sampled_from([16, 24, 63, 64, 80, 130]))
     kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
@@ -243,7 +252,7 @@ def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **
 @given(data=st.data())
 @few_examples
 def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
-    """Draw any size and both layouts of y."""
+    """Random sizes of images, filters and channels are right on conv2d_sm90, with y in NHWC and in NCHW."""
     draw = data.draw
     nhwc, y_aligned = draw(st.booleans()), draw(st.booleans())
     problem = draw_sm90_problem(draw, 11, [1, 8, 60, 64, 70, 200], 3, nhwc=nhwc, y_aligned=y_aligned)
@@ -254,7 +263,7 @@ def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
 
 
 def one_of_each_form(problem: Convolution, gpu: device.Device) -> list[Conv2dSm90Config]:
-    """Return the first configurations with codes and with a weight that is dequantized beforehand, for any size."""
+    """Return one configuration that dequantizes codes in the kernel, and one whose weight is dequantized beforehand."""
     codes = next(conv2d_sm90._codes_configs(problem, gpu))
     return [codes, next(conv2d_sm90._dense_configs(problem, gpu))]
 
@@ -262,7 +271,7 @@ def one_of_each_form(problem: Convolution, gpu: device.Device) -> list[Conv2dSm9
 @ON_HOPPER
 @pytest.mark.parametrize("size", [(2, 1), (2, 2), (3, 2)])
 def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int, int]) -> None:
-    """The pixels of all images do not form one row, because rows are skipped between them."""
+    """With a stride, rows of pixels are skipped between images, so the outputs are not one contiguous row."""
     sizes = ConvolutionSizes(3, *size, 16, 8, 1, 1, 1, 1, size[1], stride_h=size[0])
     problem = with_strides(sizes, block_size=16, bits=4, weight_offset=False, dtype="float16")
     here = facts(90, backend)
@@ -302,7 +311,7 @@ def test_the_weight_is_dequantized_beforehand_for_many_pixels() -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 9])
 @pytest.mark.parametrize("shape", [(4, 300, 300, 3, 3), (2, 1, 8192, 1, 8), (4, 50, 2100, 1, 1)])
 def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
-    """A box of a tensor map spans at most 256 pixels, with strides of at most 8."""
+    """A convolution finds a kernel also where a tensor map cannot load its pixels, as at strides above 8."""
     batch, height, width, *kernel = shape
     out = [(size - taps) // stride + 1 for size, taps in zip((height, width), kernel, strict=True)]
     sizes = ConvolutionSizes(batch, height, width, 64, 64, 1, *kernel, *out, stride, stride)
@@ -321,7 +330,10 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("arch", [75, 80, 90])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
-    """The kernel reads x with stride 1, unless some outputs lie in the padding at the end of the image."""
+    """A strided 1x1 convolution reads only the pixels it needs, as one with stride 1 on a strided view of x.
+
+    That fails where some outputs lie in the padding at the end of the image, so those take the general kernel.
+    """
     out = (5, 3) if after == 0 else (6, 4)
     sizes = ConvolutionSizes(2, 9, 8, 16, 8, 1, 1, 1, *out, stride_h=2, stride_w=3)
     problem = with_strides(sizes, block_size=16, bits=4, weight_offset=True, dtype="float16")
@@ -341,7 +353,7 @@ def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
 
 
 def test_the_stride_of_a_batch_of_one_is_never_0() -> None:
-    """x[None] has a batch stride of 0, which tensor maps do not accept."""
+    """The stride of the batch dimension of x[None] is 0, which tensor maps reject, so it is replaced by a valid one."""
     x = np.zeros((5, 6, 8), np.float16)
     assert x_strides(x[None], True) == (240, 48, 8, 1)
     assert x_strides(x[None], False) == (240, 8, 1, 48)

@@ -23,7 +23,7 @@ F32 = np.float32
 @pytest.mark.parametrize("shape", [(3, 16, 7, 1), (64, 72, 3, 1), (32, 32, 3, 32), (48, 40, 1, 2), (64, 72, 1, 1)])
 @pytest.mark.parametrize("side", [13, 50])
 def test_conv2d_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...], side: int) -> None:
-    """Cover images that tensor cores read as they are, images that are copied first, and images for CUDA cores."""
+    """The GPU agrees with the CPU, for images that tensor cores read in place, after a copy, or not at all."""
     import cupy
 
     ci, co, kernel, groups = shape

@@ -22,19 +22,22 @@ from tests.test_kernels import DTYPES, facts
 
 
 def dense_configs(problem: Convolution, gpu: device.Device) -> list[Conv2dSm90Config]:
-    """Return the configurations with a weight that is dequantized beforehand, also for few pixels."""
+    """Return the configurations with a weight dequantized beforehand, which are chosen only for many pixels."""
     return list(conv2d_sm90._dense_configs(problem, gpu))
 
 
 @ON_HOPPER
 @pytest.mark.parametrize(("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")])
 def test_every_tile_with_a_dequantized_weight(backend: str, kernel: int, outputs: int, dtype: str) -> None:
-    """The last tiles of the images are partly empty in pixels, outputs and channels; K is whole or split."""
+    """Every tile that takes a dequantized weight is right where it is partly empty in pixels, outputs and channels.
+
+    K is whole or split.
+    """
     sizes = ConvolutionSizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
     found = dense_configs(problem, here)
-    # The 81 pixels of an image do not fill a tile of 256.
+    # An image has 81 pixels, so a tile of 256 within one image is not offered.
     assert {c.pixels for c in found if not c.halo} == set(conv2d_sm90.DENSE_PIXELS[: 7 if kernel == 1 else 6])
     assert {c.pixels for c in found if c.halo} == {pixels for pixels, _ in conv2d_sm90.HALO_PIXELS if kernel == 3}
     forms = {(c.wg_co, c.wg_px, c.ctas_per_sm) for c in found}
@@ -48,7 +51,7 @@ def test_every_tile_with_a_dequantized_weight(backend: str, kernel: int, outputs
 @ON_HOPPER
 @pytest.mark.parametrize("outputs", [136, 144, 256])
 def test_three_and_four_warpgroups_along_outputs(backend: str, outputs: int) -> None:
-    """Three warpgroups take the three tiles of up to 192 outputs; four take all tiles that are stored."""
+    """Three warpgroups compute three tiles of 64 outputs; four compute four, of which some are not stored."""
     sizes = ConvolutionSizes(3, 9, 9, 24, outputs, 1, 1, 1, 9, 9)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16", bias_dtype="float32")
     here = replace(facts(90, backend), sm_count=2)
@@ -62,7 +65,10 @@ def test_three_and_four_warpgroups_along_outputs(backend: str, outputs: int) -> 
 @pytest.mark.parametrize("stride", [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("pad", [0, 1, 2])
 def test_boxes_for_all_taps_of_a_strided_convolution(backend: str, stride: tuple[int, int], pad: int) -> None:
-    """Sizes are odd and even, and taps reach one and two pixels beyond the image; K is whole or split."""
+    """One copy loads the pixels for all filter taps of a strided convolution, up to two pixels outside.
+
+    Sizes are odd and even; K is whole or split.
+    """
     dilation = 1 + pad % 2
     out = [(size + 2 * pad - 2 * dilation - 1) // step + 1 for size, step in zip((17, 20), stride, strict=True)]
     sizes = ConvolutionSizes(1, 17, 20, 130, 72, 1, 3, 3, *out, *stride, pad, pad, dilation, dilation)
@@ -85,7 +91,10 @@ def test_a_stride_of_3_needs_a_box_for_each_tap() -> None:
 
 @ON_HOPPER
 def test_a_large_dilation_needs_a_dequantized_weight_and_a_box_for_each_tap(backend: str) -> None:
-    """A box with a halo does not fit in shared memory, and the codes of a convolution with stride 1 need such boxes."""
+    """Filter taps 60 pixels apart need one copy each: a box of pixels for all taps would not fit in shared memory.
+
+    Only kernels with a dequantized weight can copy per tap.
+    """
     sizes = ConvolutionSizes(2, 12, 12, 64, 64, 1, 3, 3, 12, 12, 1, 1, 60, 60, 60, 60)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16")
     here = facts(90, backend)
@@ -99,7 +108,7 @@ def test_a_large_dilation_needs_a_dequantized_weight_and_a_box_for_each_tap(back
 @given(data=st.data())
 @few_examples
 def test_any_convolution_with_a_dequantized_weight(backend: str, data: st.DataObject) -> None:
-    """Draw any size, also with more tiles than CTAs."""
+    """Random convolutions are right on conv2d_sm90 with a dequantized weight, also with more tiles than CTAs."""
     draw = data.draw
     problem = draw_sm90_problem(draw, 20, [8, 64, 72, 200], 5)
     here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
@@ -111,7 +120,10 @@ def test_any_convolution_with_a_dequantized_weight(backend: str, data: st.DataOb
 @given(data=st.data())
 @few_examples
 def test_any_pointwise_convolution_as_a_gemm(backend: str, data: st.DataObject) -> None:
-    """Draw odd numbers of pixels, outputs and k tiles, every block size, and padding between pixels of x."""
+    """A 1x1 convolution run as a GEMM is right for odd numbers of pixels, outputs and k tiles.
+
+    Blocks have any size, and x may have padding between pixels.
+    """
     draw = data.draw
     batch, height, width = draw(st.integers(1, 3)), draw(st.integers(6, 9)), draw(st.integers(6, 9))
     channels, outputs = 64 * draw(st.integers(1, 5)), draw(st.sampled_from([8, 64, 72, 136, 200]))
