@@ -36,7 +36,7 @@ IDS = [5, 17, 256, 9, 100, 33]
 
 
 def dense(module: Module | Tensor) -> Array:
-    """Return the weight W [K, N] of a module in float64, or the values of a tensor."""
+    """Return the values of a tensor, or the weight W [K, N] to which a module dequantizes, in float64."""
     if isinstance(module, Tensor):
         return module.array.astype(np.float64)
     weight = module.weight
@@ -61,7 +61,7 @@ def fits_gguf(w: Packed) -> bool:
 @given(w=weights((32, 64, 96)), data=st.data())
 def test_gguf_files_hold_equal_weights(w: Packed, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["gptq", "mlx", "short scales"]))
-    if kind == "short scales":  # Scales of seven bits have exact products with zero points in float16.
+    if kind == "short scales":  # scales of seven bits: their products with zero points are exact in float16
         short = np.asarray(w.scales, np.float16).view(np.uint16) & np.uint16(0xFFF0)
         w = Packed(w.codes, w.zeros, short.view(np.float16), w.group_size, w.g_idx)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def test_gguf_files_hold_equal_weights(w: Packed, data: st.DataObject) -> None:
 
 
 def model_folder(path: Path, config: dict[str, Any], group: int = 32) -> Path:
-    """Write a folder of a model whose scales have seven bits, so that GGUF can represent its weights."""
+    """Write a model whose scales have seven bits: float16 holds their products with zero points, as GGUF needs."""
     llm_models.folder(path, config, group)
     tensors = load_file(path / "model.safetensors")
     for name, array in tensors.items():
@@ -152,7 +152,8 @@ def test_models_keep_their_logits_and_tokens_in_gguf(tmp_path: Path, family: str
     files = [llm.read(p) for p in (path, tmp_path / "m.gguf")]
     first, second = (file.load_tokenizer() for file in files)
     assert files[0].stop_ids == (258,)
-    assert files[1].stop_ids == (258, 256)  # a GGUF file also stops at <|end|>, by its text
+    # A GGUF file has no name for <|end|> as a stop token: readers know it by its text.
+    assert files[1].stop_ids == (258, 256)
     text = "Hello <|im_end|> wörld\n 12"
     assert first.encode(text) == second.encode(text)
     messages = [{"role": "user", "content": "Hi"}]
@@ -313,7 +314,7 @@ def test_a_conversion_creates_folders_and_follows_a_link(tmp_path: Path) -> None
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     one_module(tmp_path / "in", 16)
     (tmp_path / "in" / "config.json").write_text("{}")
-    # Without checkpoint_format, the version of GPTQ is ambiguous.
+    # GPTQ's two versions differ in what zero points mean, and checkpoint_format says which one a file has
     with pytest.raises(CheckpointError, match="checkpoint_format"):
         convert(str(tmp_path / "in"), tmp_path / "out", "autoawq")
     one_module(tmp_path / "in", 16, order=True)

@@ -34,7 +34,7 @@ K, N = 256, 16
 
 
 def packed(group_size: int = 64, dtype: Any = np.float16, *, symmetric: bool = False, order: bool = False) -> Packed:
-    """Return a weight whose zero points are near 8, as those of real weights."""
+    """Return a random weight whose zero points are 6 to 10, near 8 as in trained models, or all 8 if ``symmetric``."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (K, N), np.uint8)
     zeros = rng.integers(6, 11, (K // group_size, N), np.uint8)
@@ -63,7 +63,10 @@ def tensors_in_packs(path: Path, w: Packed) -> Path:
 
 
 def blocks(path: Path, kind: str) -> Path:
-    """Write a GGUF file; for Q4_K, d and dmin are positive, so that every group has values of both signs."""
+    """Write a GGUF file of random blocks of one type.
+
+    In Q4_K, d and dmin are positive, so that every group has values of both signs.
+    """
     data = random_blocks(kind, N, K).reshape(N, -1)
     if kind == "Q4_K":
         rows = data.reshape(N, -1, 144)
@@ -71,7 +74,7 @@ def blocks(path: Path, kind: str) -> Path:
     number = next(i for i, (name, _, _) in container.TYPES.items() if name == kind)
     name = b"blk.0.ffn_up.weight"
     header = struct.pack(f"<4sIQQQ{len(name)}sIQQIQ", b"GGUF", 3, 1, 0, len(name), name, 2, K, N, number, 0)
-    file = path.with_suffix(".gguf")  # has no metadata, so it is no model
+    file = path.with_suffix(".gguf")  # a GGUF file without metadata: single layers, not a model
     file.write_bytes(header + bytes(-len(header) % 32) + data.tobytes())
     return file
 
@@ -104,13 +107,16 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "gguf Q4_1": lambda p: blocks(p, "Q4_1"),
     "gguf Q4_K": lambda p: blocks(p, "Q4_K"),
 }
-"""A writer of one module for each format that is read, also with bfloat16 scales, small groups and an order."""
+"""A function per readable format, also for variants, that writes a checkpoint with one layer into a folder.
+
+The variants have bfloat16 scales, small groups or an activation order.
+"""
 
 WITH_OFFSETS = ("autoawq gemv_fast", "llm-awq", "mlx", "hqq", "gguf Q4_1", "gguf Q4_K")
 
 
 def dense(module: Module) -> Array:
-    """Return W [K, N] in float64, with the rows in the order of the columns of x."""
+    """Return W [K, N] of a module in float64; row k belongs to column k of x, also with an activation order."""
     weight = module.weight
     groups = np.arange(len(weight.qweight)) // weight.group_size
     codes, scales = reference.unpack_int4(weight.qweight).astype(np.float64), weight.scales.astype(np.float64)[groups]
@@ -126,7 +132,7 @@ def relative(found: Array, wanted: Array) -> float:
 
 
 def check_pair(source: Path, folder: Path, target: str) -> bool:
-    """Convert exactly, or with rounding after a refusal that names the way; return whether the result is exact."""
+    """Convert a checkpoint exactly; if that is refused, round as the message says. Return whether it was exact."""
 
     def run(*, rounds: bool) -> tuple[Converted, Path]:
         out = folder / (f"{rounds}.{target}" if target in ("gguf", "ak48") else f"{rounds}")

@@ -36,7 +36,7 @@ FIRST, SECOND, THIRD = SOME[:3]
 
 
 def timers(costs: dict[tuple[str, Candidate], float], bonus: set[tuple[str, Candidate]]) -> Callable[..., Callable]:
-    """Return the ``make_timer`` of a step that takes the sum of the costs, less 6 us with all of ``bonus``."""
+    """Return a fake ``make_timer``: a step takes the sum of its choices' costs, and 6 us less with all of ``bonus``."""
 
     def make_timer(chosen: Mapping[str, Candidate]) -> Callable[[], float]:
         us = sum(costs[choice] for choice in chosen.items())
@@ -46,7 +46,10 @@ def timers(costs: dict[tuple[str, Candidate], float], bonus: set[tuple[str, Cand
 
 
 def test_each_shape_is_searched_and_then_pairs_of_neighbours() -> None:
-    """Alone, the first configurations of a and b are fastest; together, their third ones are."""
+    """Alone, the first configurations of shapes a and b are fastest, but their third ones are faster together.
+
+    A search of each shape alone would miss that pair.
+    """
     costs = {("a", FIRST): 1.0, ("a", SECOND): 2.0, ("a", THIRD): 3.0}
     costs |= {("b", FIRST): 1.0, ("b", SECOND): 2.0, ("b", THIRD): 4.0, ("c", FIRST): 5.0, ("c", SECOND): 2.0}
     make_timer = timers(costs, {("a", THIRD), ("b", THIRD)})
@@ -99,7 +102,7 @@ def test_the_first_layers_of_a_model_are_a_model(tmp_path: Path) -> None:
 
 
 class FakeStream:
-    """A stream on which launches take no time, and a graph takes the sum of the ``cost`` of its launches."""
+    """A fake CUDA stream: launches take no time, and a captured graph takes the sum of its launches' ``cost`` in us."""
 
     def __init__(self, cost: Callable[[LaunchPlan], float]) -> None:
         self.cost, self.us, self.graph = cost, 0.0, None
@@ -129,7 +132,10 @@ class FakeStream:
 def test_the_command_stores_the_fastest_configurations(
     tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:
-    """Configurations with a split-K factor of 2 are the fastest; the stream only counts times."""
+    """`tune --model` stores the fastest configurations in the user's table.
+
+    Here the faked times make the split-K factor 2 the fastest.
+    """
 
     def cost(plan: LaunchPlan) -> float:
         defines = dict(plan.kernel.defines)
@@ -157,7 +163,7 @@ def test_the_command_stores_the_fastest_configurations(
         "cupy_awq.runtime.workspace.allocate_zeros": lambda nbytes: np.zeros(nbytes, np.uint8),
         "cupy_awq.runtime.workspace.workspace_address": lambda index, stream: 0,
         "cupy_awq.linear.repack": lambda weight: RepackedWeight(weight, np.empty(1, np.uint8), 0, False),
-        # GEMMs that are not fused run in NumPy and need the AWQ tensors.
+        # GEMMs that are not fused run in NumPy, which needs the AWQ tensors kept
         "cupy_awq.ops.repack.RepackedWeight.without_original": lambda weight: weight,
         "cupy_awq.tools.autotune.build_kernels": lambda plans: None,
         "cupy_awq.tools.autotune.driver_version": lambda: "13.0",
@@ -206,7 +212,10 @@ def test_arguments_that_do_not_fit_a_model_are_refused(
 def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:
-    """The user's table starts with the slowest configurations, so that faster ones are found."""
+    """On a GPU, tuning finds faster configurations than the slowest ones, with which the user's table starts.
+
+    Later decode steps use what was found.
+    """
     if is_random:
         name, whole = "tiny", bench_llm.SHAPES["qwen3-0.6b"]
         monkeypatch.setitem(bench_llm.SHAPES, name, replace(whole, layers=whole.layers[:6]))

@@ -21,11 +21,9 @@ from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.scheduler import MIN_CHUNK, Part, Scheduler, Sequence, Step
 from tests.fake_engine import STOP, completion, make_engine, next_token
 
-# Random requests
-
 
 def prompt(generator: random.Random, longest: int) -> tuple[int, ...]:
-    """Return a random prompt, of which many share a beginning."""
+    """Return a random prompt of a small alphabet; many prompts share a beginning, which the cache can reuse."""
     start = [generator.randrange(2)] * (BLOCK * generator.randrange(3))
     return tuple(start + [generator.randrange(128) for _ in range(generator.randrange(1, longest))])
 
@@ -35,7 +33,7 @@ def finish(generation: Generation) -> list[tuple[list[int], str]]:
 
 
 def check_request(generation: Generation) -> None:
-    """Check that the completions are those of a request alone, or a beginning of them if it was cancelled."""
+    """Check that a request's completions are those of the request alone, or a beginning of them if it was cancelled."""
     request = generation.request
     for choice, (tokens, reason) in enumerate(finish(generation)):
         wanted = completion(request, choice)
@@ -85,7 +83,10 @@ def run_random_requests(engine: Engine, count: int, seed: int) -> None:
 @pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draft", [None, lambda tokens, room: [next_token(tokens, 0), 1][:room]])
 def test_random_requests_leave_no_block_behind(count: int, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is small, so sequences are preempted; each completion is the same as alone."""
+    """Random requests, cancelled or not, get the tokens they would get alone, and at the end all cache blocks are free.
+
+    The cache is small, so sequences are preempted: their blocks are taken and their tokens computed again later.
+    """
     monkeypatch.setattr(scheduler, "EXPECTED_TOKENS", 0)
     engine, runner = make_engine(blocks=13, max_rows=8, draft=draft)
     # Requests that come slowly, on a busy machine, wait for each other.
@@ -115,7 +116,8 @@ def test_a_sequence_is_preempted_and_goes_on_with_the_same_tokens(monkeypatch: p
         for generation in generations:
             check_request(generation)
         assert engine.stats().preemptions
-        assert engine.stats().prompt_tokens == 240  # not counted again after preemption
+        # Tokens that are computed again after a preemption are not counted twice.
+        assert engine.stats().prompt_tokens == 240
     assert max(len(step.parts) for step in runner.steps) > 1
 
 
@@ -135,15 +137,13 @@ def test_drafts_that_are_always_right_save_steps_and_change_nothing() -> None:
     assert len(fast_runner.steps) == 1 + -(-63 // 8)
 
 
-# Requests that end early
-
-
 def test_cancellation_works_at_every_stage_and_twice() -> None:
     engine, runner = make_engine(max_rows=1)
     gate = threading.Semaphore(0)
     runner.before_step = lambda step: gate.acquire() and None
     with engine:
-        running = engine.submit(Request(tuple(range(100)) * 5, max_tokens=50))  # four chunks
+        # A prompt of 500 tokens runs in four chunks of at most 128.
+        running = engine.submit(Request(tuple(range(100)) * 5, max_tokens=50))
         queued = engine.submit(Request((1,), max_tokens=50))
         for generation in (queued, running, running):
             generation.cancel()
@@ -263,7 +263,7 @@ def test_a_step_that_hangs_makes_the_engine_unhealthy() -> None:
     gate = threading.Semaphore(0)
     runner.before_step = lambda step: gate.acquire() and None
     with engine:
-        assert engine.is_healthy(0)  # idle
+        assert engine.is_healthy(0)  # an engine without work is healthy, however long ago its last step was
         generation = engine.submit(Request((1,), max_tokens=1))
         while engine.is_healthy(0.05):
             time.sleep(0.01)
@@ -279,9 +279,6 @@ def test_close_waits_for_what_runs_and_cancels_the_rest() -> None:
     engine.close(drain_seconds=0.3)
     check_request(short)
     assert long.result()[0].reason == "cancelled"
-
-
-# Readers
 
 
 def test_event_loops_and_threads_read_at_the_same_time() -> None:
@@ -328,11 +325,11 @@ def test_text_is_detokenized_and_ends_at_stop_strings_and_special_tokens() -> No
         assert len(stopped.tokens) < 40
 
 
-# The scheduler alone, with a simulated clock
-
-
 def simulate(planner: Scheduler, arrivals: list[tuple[float, Sequence]], rate: float, decode: float) -> Any:
-    """Run all sequences; return the steps (start, end, step) and the times of each sequence's tokens."""
+    """Run sequences by the scheduler on a simulated clock; return the steps and the times of each sequence's tokens.
+
+    ``rate`` is in prompt tokens per second, ``decode`` in seconds per decode step; a step is (start, end, step).
+    """
     now, steps = 0.0, []
     times: dict[Sequence, list[float]] = {sequence: [] for _, sequence in arrivals}
     waiting = sorted(arrivals, key=lambda pair: pair[0])
@@ -374,7 +371,8 @@ def test_long_prompts_do_not_delay_a_stream_beyond_the_bound() -> None:
     _, times = simulate(make_scheduler(), arrivals, rate=45_000, decode=0.002)
     gaps = [b - a for a, b in itertools.pairwise(times[stream])]
     assert max(gaps[1:]) <= 0.02 * 1.1
-    assert sum(gap > 0.015 for gap in gaps) >= 50  # the prompts use the time
+    # Decode steps make room for chunks of prompts, so many gaps between tokens are longer than a decode step.
+    assert sum(gap > 0.015 for gap in gaps) >= 50
 
 
 def test_a_chunk_alternates_with_a_decode_step_and_has_at_least_64_tokens() -> None:
@@ -394,17 +392,17 @@ def test_short_prompts_share_a_chunk_and_pass_long_ones_that_have_not_waited_lon
     late = [sequence(100, 1, at=0.1 * i, seed=i + 1) for i in range(300)]
     long = sequence(20_000, 1)
     _, times = simulate(make_scheduler(), [(s.arrival, s) for s in (long, *late)], 1000.5, 0.01)
-    assert times[long][0] < 60  # shorter prompts, which keep coming, do not starve it
+    assert times[long][0] < 60  # the long prompt gets its turn although shorter ones keep coming
     assert any(len(step.parts) > 1 for _, _, step in steps if step.is_prompt)
 
 
 def test_keys_share_the_engine() -> None:
-    """A key with 200 requests has half of the rows while another waits, and both get equally many tokens."""
+    """An API key with 200 requests gets no more of the batch's rows than another one with 20."""
     greedy = [sequence(64, 50, key="a", seed=i) for i in range(200)]
     fair = [sequence(64, 50, key="b", at=1.0, seed=i + 500) for i in range(20)]
     steps, times = simulate(make_scheduler(max_rows=8), [(s.arrival, s) for s in (*greedy, *fair)], 45_000, 0.01)
     end = max(times[s][-1] for s in fair)
-    assert end < 5  # alone: 20 * 50 tokens, 8 in a step of 10 ms: 1.25 s
+    assert end < 5  # alone, its 20 * 50 tokens at 8 per step of 10 ms would take 1.25 s
     during = [step for begin, _, step in steps if 1.5 < begin < end - 0.5 and not step.is_prompt]
     counts = [sum(part.sequence.request.key == key for step in during for part in step.parts) for key in "ab"]
     assert counts[1] > 0.4 * sum(counts)

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 def submit_all(engine: Engine) -> list[Any]:
-    """Return the answers to all prompts with all options, which run together."""
+    """Submit all prompts with all options at the same time and return the answers."""
     live: list[Any] = []
     pairs = [(prompt, options) for options in OPTIONS for prompt in PROMPTS]
     while len(live) < len(pairs):
@@ -52,7 +52,10 @@ def submit_all(engine: Engine) -> list[Any]:
 def test_a_text_is_the_same_alone_in_company_after_preemption_on_a_warm_cache_and_with_drafts(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and sampled; the text of one prompt alone is also that of `generate`."""
+    """A text does not depend on what else runs: alone, in a batch, after preemption, on a warm cache, and with drafts.
+
+    That holds for greedy and for sampled text; alone, it is also the text of `generate`.
+    """
     with Engine(model, max_rows=1) as engine:
         alone = [
             engine.submit(prompt, raw=True, max_tokens=24, salt=f"{i} {prompt}", **options).result()
@@ -90,7 +93,7 @@ def test_drafts_of_a_repeated_text_save_steps(model: LanguageModel) -> None:
 
 
 def test_logprobs_are_those_of_the_models_logits(model: LanguageModel) -> None:
-    """They do not contain the bias."""
+    """Log probabilities are those of the model's own logits, without the request's logit_bias."""
     ids = model.encode("Hello", raw=True)
     with Engine(model) as engine:
         generation = engine.submit("Hello", raw=True, max_tokens=5, logprobs=20, logit_bias={66: 50.0})
@@ -151,7 +154,10 @@ def test_a_decode_loop_on_a_contiguous_cache_gives_the_same_texts(
 
 
 def test_a_row_applies_bias_penalties_and_minimum_in_the_documented_order() -> None:
-    """The reference is written from the definition: bias, presence and frequency, minimum, repetition, temperature."""
+    """The order is: bias, presence and frequency penalty, minimum of tokens, repetition penalty, temperature.
+
+    Another order would choose other tokens for the same seed. The reference is written from the definition.
+    """
     rng = np.random.default_rng(0)
     sampling = Sampling(temperature=0.7, repetition_penalty=1.3, seed=11)
     request = Request(
@@ -194,7 +200,7 @@ def test_logits_with_nan_end_their_request_alone(model: LanguageModel, monkeypat
 
 def test_a_constraint_is_asked_before_each_token_and_its_error_ends_its_request(model: LanguageModel) -> None:
     class Letters:
-        """The tokens 40, 41, 42, ..., at most five of them."""
+        """A constraint that allows only the tokens 40, 41, 42, ... in this order, at most five of them."""
 
         def __init__(self) -> None:
             self.next = 40
@@ -215,7 +221,8 @@ def test_a_constraint_is_asked_before_each_token_and_its_error_ends_its_request(
 
 
 def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
-    assert draft_ngram([1, 2, 9, 3, 1, 2, 8, 7, 1, 2], 5) == [8, 7, 1, 2, 8]  # the most recent of equally long ones
+    # Of several earlier matches of equal length, the latest one is continued.
+    assert draft_ngram([1, 2, 9, 3, 1, 2, 8, 7, 1, 2], 5) == [8, 7, 1, 2, 8]
     assert draft_ngram([0, 1, 2, 9, 5, 1, 2, 8, 0, 1, 2], 2) == [9, 5]
     assert draft_ngram([4] * 30, 3) == [4] * 3
     assert draft_ngram([1, 2, 1], 4) == []
@@ -227,7 +234,10 @@ def make_slots(model: Any, rows: int, context: int, cache_tokens: int | None) ->
 
 
 def test_slots_of_a_contiguous_cache_give_the_same_texts(model: LanguageModel) -> None:
-    """A model on a GPU runs in this way; the slots are filled, emptied and filled again."""
+    """A model with a contiguous cache, as on a GPU, gives the same texts as one with cache blocks.
+
+    Its slots (one sequence each) are filled, emptied and filled again.
+    """
     with Engine(model) as engine:
         wanted = submit_all(engine)
     with Engine(model, max_rows=5, max_chunk=40, make_runner=make_slots) as engine:

@@ -34,14 +34,14 @@ EXAMPLES = {
     "serve_many_prompts.py": "The capital of France is Paris.",
     "use_own_stream.py": "y (8, 256)",
 }
-"""A part of the expected output, by script."""
+"""For each script of tests/examples, a part of the output that it must print."""
 NEEDS_MODEL = {"chat.py", "score_text.py", "serve_many_prompts.py"}
 """The scripts that run SmolLM2, which takes seconds on a CPU."""
 MAX_LINES = 50
 
 
 def check(name: str, **environment: str) -> None:
-    """Run a script and check its output, or the message that says how to install the model that it needs."""
+    """Run a script and check its output or, if it needs a model that is missing, the message how to install it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
     command = [sys.executable, str(FOLDER / name)]
     result = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)

@@ -21,13 +21,13 @@ from tests import llm_models
 
 
 def load(path: Path) -> None:
-    """Build the model of a folder."""
+    """Build the model of a folder, which raises the error of a damaged one."""
     files = llm.read(path)
     build_model(files, NumpyOps(files.config, expand_weights=False))
 
 
 def change_experts(found: dict[str, np.ndarray], change: str) -> None:
-    """Damage the tensors of a mixture of five experts."""
+    """Damage the tensors of a layer with five experts in the way that ``change`` names."""
     layer = "model.layers.1.mlp"
     if change == "missing":
         for part in ("qweight", "scales", "qzeros"):
@@ -54,7 +54,10 @@ def change_experts(found: dict[str, np.ndarray], change: str) -> None:
     ],
 )
 def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> None:
-    """An expert is missing or has other groups, the router has another count, or a tensor has two names."""
+    """An error names the tensor when an expert is missing or has other groups, or when two tensors have one name.
+
+    The router, too, may have another number of experts than the layer.
+    """
     path = llm_models.folder(tmp_path / "m", llm_models.EXPERT_FAMILIES["qwen3_moe"])
     found = llm_models.tensors(llm_models.EXPERT_FAMILIES["qwen3_moe"])
     change_experts(found, change)
@@ -99,7 +102,7 @@ def test_a_gguf_file_of_experts_gives_the_logits_of_its_source(tmp_path: Path, f
 
 
 def test_a_gate_may_be_a_vector(tmp_path: Path) -> None:
-    """GGUF has a vector for the gate of the shared expert, a matrix of one row."""
+    """GGUF stores the gate of the shared expert, a matrix of one row, as a vector; both shapes are read."""
     config = llm_models.EXPERT_FAMILIES["qwen2_moe"]
     path = llm_models.folder(tmp_path / "m", config)
     found = llm_models.tensors(config)

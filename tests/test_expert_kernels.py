@@ -43,7 +43,7 @@ MMA_FAMILIES: tuple[AnyFamily, ...] = (EXPERT_GEMM, EXPERT_GEMM_TILES)
 
 
 def mma_candidates(problem: ExpertProduct, here: Device) -> list[tuple[AnyFamily, Any]]:
-    """Return the configurations of the kernels that read repacked weights."""
+    """Return (family, configuration) of the tensor-core kernels, which read repacked weights, for a problem."""
     families = (family for family in MMA_FAMILIES if family.refusal(problem, here) is None)
     return [(family, config) for family in families for config in family.configs(problem, here)]
 
@@ -57,7 +57,7 @@ def check_product(
     bias: str | None = None,
     size: float = 1.0,
 ) -> None:
-    """Launch one configuration on random data, with NaN wherever it must write, and check y."""
+    """Launch one configuration on random data and compare y with float64; NaN stands wherever it must write."""
     weight = random_experts(
         rng, problem.experts, problem.k, problem.n, problem.group_size, zeros=problem.zeros,
         dtype=DTYPES[problem.scales_dtype], bias=None if bias is None else DTYPES[bias],
@@ -93,7 +93,10 @@ def check_product(
 @given(data=st.data())
 @settings(max_examples=3)
 def test_any_product(backend: str, data: st.DataObject) -> None:
-    """Every group size, zeros, dtype and epilogue; experts without rows; K that ends within a weight tile."""
+    """Products are right for every group size, form of zero points, dtype and epilogue.
+
+    Some experts have no rows, and K may end within a weight tile (128 k).
+    """
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     rows = data.draw(st.sampled_from(["sorted", "pairs", "tokens"]))
     gated = rows != "tokens" and data.draw(st.booleans())
@@ -129,7 +132,10 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
     "block", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 32, 48, 64, 80, 96, 128))]
 )
 def test_every_tile(backend: str, block: int) -> None:
-    """Each layout of warps once; units with one to all of their rows; CTAs with several units."""
+    """Each layout of warps is right once: with units that have one to all of their rows, and CTAs with several units.
+
+    A unit is a block of rows of one expert times the columns of a tile.
+    """
     problem = ExpertProduct(
         "sorted", 3 * block + 5, 3, 192, 704, 64, block=block, activation="silu", gated=True, layout="fragments"
     )
@@ -289,7 +295,7 @@ def test_registers_do_not_spill(arch: int, dtype: str, group_size: int) -> None:
 @pytest.mark.parametrize("m", [1, 2, 9, 70, 300])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_moe_on_the_gpu(m: int, dtype: str) -> None:
-    """The public operations, captured in a CUDA graph whose routing changes; the same bits in every run."""
+    """A captured CUDA graph gives the right layer also after the routing in its inputs has changed, with equal bits."""
     import cupy
 
     rng = np.random.default_rng(m)

@@ -32,9 +32,12 @@ SORTED = (
     ExpertProduct("sorted", 30, 3, 160, 704, 64, block=16, top_k=2, x_divisor=2, row_weights=True, **GATED),
     ExpertGemmConfig(16, 2, 2, 2, stages=3, depth=2),
 )
-"""Warps that share stages, slices with several stages, units with a few rows, CTAs with several tiles."""
+"""A launch in which warps share stages, slices of K have several stages, and CTAs have several tiles.
+
+Units (blocks of up to 16 rows of one expert) have only a few rows.
+"""
 LAST = ExpertProduct("sorted", 9, 3, 96, 704, 704, block=16, **GATED), replace(SORTED[1], warps_k=2)
-"""K ends within a weight tile whose scales are not zero past the end."""
+"""A launch whose K ends within a weight tile (128 k); behind the end of K, the tile's scales are not zero."""
 LARGE = (
     ExpertProduct("sorted", 120, 2, 192, 704, 64, block=64, top_k=2, x_divisor=2, row_weights=True, **GATED),
     GemmFragmentsConfig("kScaled", 64, 64, 1, 4, 2, 64),
@@ -139,7 +142,7 @@ SEEDS: dict[str, Seed] = {
 
 
 def outcome(case: Case | None, landing: str) -> str:
-    """Return the check that catches a planted bug, or "nothing"; without a case, the sort runs."""
+    """Return the check that fails in a launch, or "nothing"; without a case, the kernel sort_tokens is launched."""
     if case is None:
         return caught_by(lambda: test_sort(landing, from_offsets=False, pairs=700, experts=40, block=16))
     problem, config = case

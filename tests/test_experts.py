@@ -23,7 +23,7 @@ BOUNDS = dict(zip(DTYPES, (1e-3, 8e-3, 1e-5), strict=True))
 @given(data=st.data())
 @settings(max_examples=40)
 def test_moe_is_the_weighted_sum_of_experts(data: st.DataObject) -> None:
-    """Experts without rows, one expert with all rows, repeated ids, M = 0 and 1, biases and a shared expert."""
+    """`moe` is right with idle experts, one expert for all rows, repeated ids, biases, and M of 0 or 1."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     experts, top_k = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     m, dtype = data.draw(st.sampled_from([0, 1, 2, 7])), data.draw(st.sampled_from(DTYPES))

@@ -38,7 +38,7 @@ def array_of(dtype: str, shape: list[int], offset: int) -> Array:
 
 
 def dense(module: Module) -> Array:
-    """Return the weight W [K, N] of a module, with the rows in the order of the file."""
+    """Return the dequantized weight W [K, N] of a module, whose row k belongs to column k of x in any order."""
     weight = module.weight
     values = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     if module.order is None:
@@ -49,7 +49,7 @@ def dense(module: Module) -> Array:
 
 
 def saved(tmp_path: Path, case: dict[str, Any]) -> Path:
-    """Write the files of a case and return their path: module "m" in a folder, or in a file of llm-awq."""
+    """Write the recorded checkpoint of a case, with the layer "m", as a folder or a .pt file; return its path."""
     tensors = {f"m.{name}": array_of(*where) for name, where in case["tensors"].items()}
     if case["format"] == "llm-awq-v2":
         return save_torch(tmp_path / "model-v2.pt", tensors)
@@ -78,11 +78,8 @@ def test_modules_of_the_original_packers_dequantize_exactly(tmp_path: Path, numb
     assert hashlib.sha256((found + found.dtype.type(0)).tobytes()).hexdigest() == case["sha256"]
 
 
-# Round trips through the plain packers of tests/packers.py.
-
-
 def assert_reads(tensors: dict[str, Array], config: dict[str, Any], wanted: Array, key: str = "m") -> Module:
-    """Check the dense weight and the spec that a folder with ``tensors`` of one module gives; return the module."""
+    """Read a folder with the tensors of one module, check its dense weight and properties, and return the module."""
     with tempfile.TemporaryDirectory() as folder:
         path = save_folder(Path(folder), {f"m.{name}": array for name, array in tensors.items()}, config)
         contents = read(path)
@@ -245,9 +242,6 @@ def some_weight(group_size: int = 16, k: int = 64, n: int = 16, seed: int = 0) -
     zeros = rng.integers(1, 16, (groups, n), dtype=np.uint8)
     scales = rng.standard_normal((groups, n)).astype(np.float16)
     return Packed(codes, zeros, scales, group_size, np.arange(k, dtype=np.int32) // group_size)
-
-
-# Experts of mixture-of-experts models.
 
 
 def test_fused_experts_are_read_and_stacked_one_by_one(tmp_path: Path) -> None:

@@ -127,7 +127,10 @@ def test_fused_tensors_without_a_dot_are_those_of_a_module(tmp_path: Path, monke
 
 
 def test_a_list_of_modules_that_are_not_converted_is_not_evaluated(tmp_path: Path) -> None:
-    """AutoAWQ excludes Mixtral's router as "gate", which is also a part of "gate_proj"."""
+    """AutoAWQ excludes the router "gate" from quantization by a list of names.
+
+    "gate" is also a part of "gate_proj": if the list were applied to the names of experts, these would not be read.
+    """
     tensors = {
         f"{LAYER}.mlp.experts.{expert}.gate_proj.{part}": array
         for expert, w in enumerate(WEIGHTS)

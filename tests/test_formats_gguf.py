@@ -44,7 +44,7 @@ def values_of(data: Array, kind: str) -> Array:
 
 
 def write(path: Path, tensors: dict[str, tuple[str, Array]], **metadata: int) -> Path:
-    """Write a GGUF file of blocks, or of float32 values for the kind "F32", and return its path."""
+    """Write a GGUF file of tensors, given as (type, rows of blocks) or as ("F32", float32 values); return its path."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         writer.add_uint32(f"llama.{key.replace('__', '.')}", value)
@@ -76,7 +76,7 @@ def test_dense_values_are_those_of_the_package(kind: str) -> None:
 
 
 def test_types_that_numpy_has_are_read_without_a_cast(tmp_path: Path) -> None:
-    """In float16, the values 1e5 and 3e-9 of a bfloat16 tensor would become infinite and zero."""
+    """Tensors of bfloat16 and integers keep their values: as float16, 1e5 would become infinite and 3e-9 zero."""
     brain = np.array([[1e5, 3e-9, -1, 0.01]] * 8, ml_dtypes.bfloat16)
     integers = {f"i{bits}": np.array([-1, 2, 100], f"int{bits}") for bits in (8, 16, 32, 64)}
     tensors = {name: (name.upper(), array) for name, array in integers.items()}
@@ -111,7 +111,8 @@ def test_dense_tensors_of_any_rank_have_their_form_before_and_after_writing(tmp_
         np.testing.assert_array_equal(again.read(name), contents.read(name))
     awq = {"blk.0.ffn_up.weight": ("Q4_0", random_blocks("Q4_0", 8, 32))}
     save(tmp_path / "out", read(write(tmp_path / "m4.gguf", tensors | awq, **HEADS)), "gptq")
-    assert '"dynamic": {}' in (tmp_path / "out" / "config.json").read_text()  # neither tensor is a dense linear layer
+    # Neither tensor is a dense linear layer, so no rule says that one is not quantized.
+    assert '"dynamic": {}' in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_tensor_of_another_size_than_its_header_says_is_not_written(tmp_path: Path) -> None:
@@ -173,9 +174,9 @@ def test_load_gives_hugging_face_names_layers_and_dense_tensors(tmp_path: Path) 
 @pytest.mark.parametrize("part", ["d", "dmin"])
 def test_scales_beyond_float16_make_the_weight_dense_with_one_warning(tmp_path: Path, part: str) -> None:
     data = random_blocks("Q4_K", 8, 512).reshape(8, 2, 144)
-    data[:, :, 4:16] = 0xFF  # all 6-bit scales and minima are 63
+    data[:, :, 4:16] = 0xFF  # all 6-bit scales and minima get the largest value, 63
     start = {"d": 0, "dmin": 2}[part]
-    # In float16, 63 * 1040 rounds to infinity.
+    # In float16, 63 * 1040 is infinite.
     largest = np.array([1039, 1040], np.float16).view(np.uint8).reshape(2, 2)
     data[:, 0, start : start + 2] = largest[0]
     packed, dense = data.copy(), data
@@ -233,8 +234,8 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     offset = (4 * 4096).to_bytes(8, "little")
     assert content.count(offset) == 1
-    path.write_bytes(content.replace(offset, bytes(8)))  # now both tensors begin at the first byte of the data
-    # Overlapping tensors whose total size fits in the file are accepted.
+    path.write_bytes(content.replace(offset, bytes(8)))  # both tensors now begin at the first byte of the data
+    # Overlapping tensors are accepted as long as their total size fits in the file.
     assert sorted(read(path)) == ["first", "other"]
     path.write_bytes(content.replace(offset, bytes(8))[: -4 * 4096])
     with pytest.raises(CheckpointError, match=r"m\.gguf: expected tensors that do not overlap, got 32768 bytes in"):
@@ -281,7 +282,7 @@ def test_convert_prints_what_reading_has_rounded(tmp_path: Path, capsys: pytest.
         "blk.0.ffn_down.weight": ("Q6_K", random_blocks("Q6_K", 8, 256)),
     }
     path = write(tmp_path / "m.gguf", tensors, **HEADS)
-    # A file without an architecture is no model.
+    # a file without an architecture holds layers but no model
     path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
     assert main(["convert", str(path), str(tmp_path / "out"), "--format", "gptq"]) == 0
     assert capsys.readouterr().err == "rounded: Q6_K to dense float16 (1 module)\n"

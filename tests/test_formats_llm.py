@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def numbers(tensors: dict[str, Array], name: str, group: int = GROUP) -> Packed:
-    """Return a layer's codes, zero points and scales, unpacked from AutoAWQ's layout."""
+    """Return a layer's codes, zero points and scales from its AutoAWQ tensors, to be packed in other formats."""
     codes, zeros = (unpack_int4(tensors[f"{name}.{part}"]) for part in ("qweight", "qzeros"))
     groups = np.arange(len(codes), dtype=np.int32) // group
     return Packed(codes, zeros, tensors[f"{name}.scales"], group, groups)
@@ -56,7 +56,7 @@ def logits(path: Path) -> Array:
 
 
 def quantized_table(table: Array) -> tuple[dict[str, Array], Array]:
-    """Return MLX's tensors for an embedding table [vocab, hidden], and the dequantized table."""
+    """Return MLX's tensors for a quantized embedding table [vocab, hidden], and the values they dequantize to."""
     grouped = table.astype(np.float64).reshape(len(table), -1, GROUP)
     low = grouped.min(axis=-1)
     scales = round_once((grouped.max(axis=-1) - low).T / 15, table.dtype)
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_same_weights_in_awq(tmp_path: Path, layout: str
     (path / "config.json").write_text(json.dumps({**config, **settings}))
     save_file(changed, path / "model.safetensors")
     found = logits(path)
-    if layout == "mlx":  # MLX rounds the offsets -scale * zero.
+    if layout == "mlx":  # MLX rounds the offsets -scale * zero point, so logits differ slightly
         np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
     else:
         np.testing.assert_array_equal(found, wanted)

@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def largest_cases() -> dict[str, int]:
-    """Return the index of the vector with the largest weight of each format, and of GPTQ with an order."""
+    """Return the index of the recorded case with the largest weight, by format; GPTQ also with an order."""
     found: dict[str, tuple[bool, int, int]] = {}
     for number, case in enumerate(VECTORS):
         has_order = "g_idx" in case["tensors"] and bool((np.diff(array_of(*case["tensors"]["g_idx"])) < 0).any())
@@ -42,7 +42,7 @@ def on_host(weight: PackedWeight) -> PackedWeight:
 
 
 def check_layer(layer: AwqLinear, m: int, device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Call a layer with m rows of x in the dtype of its scales, check y, and return x and y."""
+    """Call a layer with m random rows, check y against float64, and return x and y."""
     k, n = layer.shape
     dtype = layer.weight.dtype
     x = random_activations(np.random.default_rng(m), m, k, dtype=dtype)
@@ -66,7 +66,8 @@ def test_a_layer_of_each_format(tmp_path: Path, device: str, m: int, name: str, 
     else:
         layer = load(saved(tmp_path, case), device)
     x, y = check_layer(layer, m, device)
-    dense = array_of(*case["dense"]).astype(np.float64)  # the dense weight that the format's own package recorded
+    # What the format's own package dequantizes the file to, as recorded.
+    dense = array_of(*case["dense"]).astype(np.float64)
     wanted = x.astype(np.float64) @ dense
     scale = np.sqrt((x.astype(np.float64) ** 2).sum(1, keepdims=True) * (dense**2).sum(0).mean())
     error = np.abs(y[:, :: case["step"]] - wanted) / scale

@@ -79,13 +79,13 @@ def test_files_of_this_module_load_before_they_are_changed(tmp_path: Path, confi
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
-    """Return COMPRESSED with other settings of its group's weights."""
+    """Return the configuration COMPRESSED with changed settings for the weights of its only group."""
     group = COMPRESSED["config_groups"]["group_0"]
     return COMPRESSED | {"config_groups": {"group_0": {**group, "weights": {**group["weights"], **changes}}}}
 
 
 def compressed_group(**changes: Any) -> dict[str, Any]:
-    """Return COMPRESSED with other settings of its group."""
+    """Return the configuration COMPRESSED with changed settings of its only group."""
     return COMPRESSED | {"config_groups": {"group_0": {**COMPRESSED["config_groups"]["group_0"], **changes}}}
 
 
@@ -162,7 +162,7 @@ def test_configuration_that_is_not_supported_is_refused(
 
 
 def put(name: str, value: Any) -> Callable[[Tensors], object]:
-    """Return a change that sets a tensor of the module, or that applies a function to it."""
+    """Return a change of a file: tensor ``name`` becomes a value, or the result of a function of its old one."""
     return lambda t: t.update({f"a.m.{name}": value(t[f"a.m.{name}"]) if callable(value) else value})
 
 

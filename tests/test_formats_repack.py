@@ -38,7 +38,7 @@ CASES = first_cases()
 
 
 def ordered(path: Path) -> Path:
-    """Write a GPTQ folder with an activation order, and a compressed-tensors folder with a shorter last group."""
+    """Write a GPTQ folder with an activation order and return it."""
     rng = np.random.default_rng(0)
     g_idx = rng.permutation(np.arange(256) // 32)
     codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((256, 24), (8, 24)))
@@ -49,7 +49,7 @@ def ordered(path: Path) -> Path:
 
 
 def short_group(path: Path) -> Path:
-    """Write a compressed-tensors folder whose last group is shorter than the others."""
+    """Write a compressed-tensors folder whose last group is shorter than the others, and return it."""
     rng = np.random.default_rng(1)
     codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((88, 16), (3, 16)))
     w = Packed(codes, zeros, rng.standard_normal((3, 16)).astype(np.float16), 32, np.arange(88) // 32)
@@ -73,7 +73,7 @@ def test_placed_arrays_are_repacked_to_the_same_module(tmp_path: Path) -> None:
     first, second = contents["m"], contents.convert("m", place)
     assert isinstance(first, Module)
     assert isinstance(second, Module)
-    # Codes, zero points and scales, as there is no bias.
+    # three tensors: codes, zero points and scales, but no bias
     assert [array.shape for array in placed] == [(32, 24), (8, 3), (8, 24)]
     placed.clear()
     assert isinstance(contents.convert("m", place, min_bytes=1 << 20), Module)
@@ -156,7 +156,7 @@ def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "gptq with an order", "mlx"])
 def test_loading_needs_little_memory_beside_the_model(tmp_path: Path, name: str) -> None:
-    """Beyond the layers themselves, the peak is below 1.2 times the largest module."""
+    """Loading needs, beyond the layers, less than 1.2 times the size of the largest module."""
     rng = np.random.default_rng(3)
     k = n = 2048
     tensors: dict[str, Array] = {}

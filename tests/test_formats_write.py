@@ -31,7 +31,7 @@ PACKERS = {
 
 
 def open_weight(path: Path, w: Packed, **plain: Array) -> Contents:
-    """Write a checkpoint with ``w`` as module "a.m" and the tensors ``plain``, in GPTQ's format, and open it."""
+    """Write a GPTQ checkpoint with the weight ``w`` as module "a.m" and the tensors ``plain``, and open it."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": w.group_size, "checkpoint_format": "gptq_v2"}
     tensors = {f"a.m.{name}": array for name, array in packers.gptq(w, 2).items()}
     return read(save_folder(path, tensors | plain, {"quantization_config": config}))

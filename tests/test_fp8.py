@@ -39,7 +39,7 @@ def max_rounding_error(x: np.ndarray) -> np.ndarray:
 
 
 def quantize_element(value: float, largest: float) -> int:
-    """Return the code nearest to value * 448 / largest; of two equally near, the even one."""
+    """Return the e4m3 code nearest to value * 448 / largest, searched among all codes; ties go to the even code."""
     factor = np.float32(448) / np.float32(largest)
     scaled = np.float32(value) * factor
     codes = [c for c in range(256) if c & 127 != 127]  # codes 127 and 255 are NaN
@@ -47,9 +47,6 @@ def quantize_element(value: float, largest: float) -> int:
     far = np.abs(values - np.float64(scaled))
     nearest = [c for c, d in zip(codes, far, strict=True) if d == far.min() and (c < 128) == (not np.signbit(scaled))]
     return next((c for c in nearest if c % 2 == 0), nearest[0])
-
-
-# ------------------------------------------------------------------------------------------------------ on the CPU
 
 
 @given(seed=st.integers(0, 99), spread=st.integers(0, 20))
@@ -91,7 +88,7 @@ def test_linear_fp8_stays_within_its_documented_error_bound(seed: int, spread: i
     bound = max_rounding_error(x) @ np.abs(w)
     error = np.abs(y - x.astype(np.float64) @ w)
     assert (error <= bound + 1e-6 * (np.abs(x) @ np.abs(w))).all()
-    assert error.max() > 0.02 * bound.max()  # The errors come close to the bound.
+    assert error.max() > 0.02 * bound.max()  # the bound is not too loose: errors come close to it
 
 
 def test_fp8_keeps_small_elements_beside_outliers_and_int8_does_not() -> None:
@@ -117,7 +114,10 @@ def test_fp8_keeps_small_elements_beside_outliers_and_int8_does_not() -> None:
 
 
 def test_truncation_in_the_tensor_cores_changes_y_by_less_than_1_in_4000() -> None:
-    """Model the hardware: 32 products and the sum are truncated 13 bits below the largest of them."""
+    """On a model of Hopper's tensor cores, truncation changes y by less than 1/4000.
+
+    The hardware truncates 32 products and the sum 13 bits below the largest of them.
+    """
     rng = np.random.default_rng(0)
     codes, _, _ = block_reference.quantize_fp8(rng.standard_normal((8, 128)).astype(np.float32), 128)
     values, weights = codes.view(E4M3).astype(np.float64), rng.integers(0, 16, (64, 128)) * 2.0**-9
@@ -126,16 +126,13 @@ def test_truncation_in_the_tensor_cores_changes_y_by_less_than_1_in_4000() -> No
         terms = np.concatenate((values[:, None, k : k + 32] * weights[:, k : k + 32], total[..., None]), axis=2)
         unit = 2.0 ** (np.floor(np.log2(np.abs(terms).max(axis=2, keepdims=True))) - 13)
         total = (np.trunc(terms / unit) * unit).sum(axis=2)
-    # The error is relative to the product with signed codes, because zero points are subtracted from the total.
+    # Zero points are subtracted only from the total, so the error is relative to the product with signed codes.
     size = np.linalg.norm(values @ (weights - 8 * 2.0**-9).T)
     assert 1e-6 < np.linalg.norm(total - values @ weights.T) / size < 1 / 4000
 
 
-# ------------------------------------------------------------------------------------------------------ the kernels
-
-
 def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype: str, padding: int) -> None:
-    """Launch the quantization of m random rows, and of rows with non-finite, zero and half-way values."""
+    """Quantize rows that are random, or hold NaN, infinity, zeros or ties; require the bits of the reference."""
     rng = np.random.default_rng(k)
     x = (rng.standard_normal((m + 4, k)) * 2.0 ** rng.integers(-12, 8, (m + 4, k))).astype(DTYPES[dtype])
     x[0, k // 2], x[1, k - 1], x[2] = np.nan, -np.inf, 0
@@ -173,7 +170,7 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
 def test_quantize_fp8_gives_the_bits_of_the_reference(
     backend: str, m: int, k: int, block_size: int, dtype: str, padding: int
 ) -> None:
-    """Rows take less than a warp or several rounds, few or many threads, and are read once or twice."""
+    """Rows take less than a warp or several rounds of all threads, and are read once or twice: all give equal bits."""
     check_fp8_quantization(backend, m, k, block_size, dtype, padding)
 
 
@@ -189,7 +186,7 @@ def test_quantize_fp8_gives_the_bits_of_the_reference(
     ],
 )
 def test_threads_of_quantize_fp8_keep_their_part_of_a_row(m: int, k: int, dtype: str, threads: int) -> None:
-    """The number of rounds is the smallest, then that of threads: 8200 columns take two rounds of 544 threads."""
+    """A row takes as few rounds as possible, then as few threads: 8200 columns take two rounds of 544 threads."""
     (config,) = QUANTIZE_FP8.configs(Fp8Quantization(m, k, 128, dtype, k), facts(90, "latest"))
     assert config.threads == threads
 
@@ -203,7 +200,7 @@ def check_fp8_product(
     seed: int,
     arch: int = 90,
 ) -> None:
-    """Launch one configuration on random codes, with NaN wherever it must write, and compare with float64."""
+    """Launch one configuration on random e4m3 codes, with NaN wherever it must write, and compare with float64."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[problem.dtype]
     zero_points = weight.zero_points is not None
@@ -238,7 +235,7 @@ def check_fp8_product(
     eps = float(ml_dtypes.finfo(dtype).eps)
     bound = eps * np.abs(exact) + error * size
     if getattr(config, "offset_tiles", False):
-        # Zero points times scales, and the sums of x, are rounded to float16.
+        # This configuration rounds zero points times scales, and the sums of x, to float16.
         zeros = 8 if weight.zero_points is None else 8 - weight.zero_points.astype(np.float64)
         offsets = (np.abs(weight.scale) * zeros)[:, np.arange(sums.shape[1]) * problem.block_size // weight.block_size]
         bound += 2.0**-10 * np.abs(sums * scale[:, None]).astype(np.float64) @ np.abs(offsets).T
@@ -248,7 +245,7 @@ def check_fp8_product(
 def fp8_problem(
     m: int, n: int, k: int, block_size: int, dtype: str, bias: str | None = None, clamps: bool = False, padding: int = 0
 ) -> Int8Problem:
-    """Return the problem of a GEMM with ``padding`` elements between the rows of y."""
+    """Return the problem of a float8 GEMM whose y has ``padding`` elements between its rows."""
     stride = n + padding
     return Int8Problem(
         *(m, n, k, fp8_block_size(block_size, k), 4, False, True, dtype, bias),
@@ -261,7 +258,8 @@ def fp8_problem(
     )
 
 
-# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k, m64_tiles
+# A case has m, n, k, the weight's block size, offsets, dtype, bias, clamp, and the padding of y's rows; then cluster,
+# ctas, split_k and m64_tiles of the configuration.
 CASES = (
     (70, 270, 272, 128, True, "float16", None, False, 0, 1, 4),
     (131, 300, 1040, 256, True, "float16", "float32", True, 4, 2, 2),
@@ -279,7 +277,10 @@ CASES = (
 @pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
-    """Blocks are shorter or longer than a stage, pipelines wrap around, CTAs take several tiles, tiles are partial."""
+    """Results are right where blocks are shorter or longer than a stage, and where the ring of stages is used again.
+
+    CTAs take several tiles, some of which are partly empty.
+    """
     m, n, k, block_size, offsets, dtype, bias, clamps, padding, *config = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     assert fp8_refusal(block_size, k, facts(90, backend)) is None
@@ -298,7 +299,7 @@ def test_zero_points_are_added_to_e4m3_codes(backend: str) -> None:
     check_fp8_product(backend, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 2), weight, seed=0)
 
 
-# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, split_k
+# A case has m, n, k, the weight's block size, offsets, dtype, bias, clamp, the padding of y's rows, and split_k.
 MMA_CASES = (
     (1, 70, 272, 128, True, "float16", None, False, 0, 2),
     (20, 41, 1040, 256, False, "float32", "float16", True, 1, 1),
@@ -311,7 +312,7 @@ MMA_CASES = (
 @pytest.mark.parametrize("arch", [89, 90])
 @pytest.mark.parametrize("case", MMA_CASES, ids=str)
 def test_fp8_on_gemm_int8_sm80(backend: str, arch: int, case: tuple) -> None:
-    """Tiles are those chosen for the rows, stages have one block or four, K is split, and tiles are partial."""
+    """The sm_80 kernel is right on e4m3 codes: with one or four blocks per stage, split K, and partial tiles."""
     m, n, k, block_size, offsets, dtype, bias, clamps, padding, split_k = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     config = replace(GEMM_INT8_SM80.configs(problem, device.nominal(89))[0], split_k=split_k)
@@ -352,9 +353,6 @@ def test_a_gpu_without_fp8_tensor_cores_is_refused_by_name(monkeypatch: pytest.M
         check_layer(on_gpu, None, "fp8")
 
 
-# -------------------------------------------------------------------------------------------------------- arguments
-
-
 X = np.zeros((3, 8), np.float32)
 
 
@@ -388,9 +386,6 @@ def weight(bits: int = 4, kernel: int = 1) -> BlockQuantizedWeight:
 def test_linear_fp8_arguments(x: Any, w: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         linear_fp8(x, w, **options)
-
-
-# ----------------------------------------------------------------------------------------------------------- the GPU
 
 
 @pytest.mark.sm90

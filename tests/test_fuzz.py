@@ -30,7 +30,7 @@ def findings(outcomes: list[fuzz.Outcome]) -> list[fuzz.Outcome]:
 
 
 def test_every_reader_accepts_its_seed_files() -> None:
-    """If a reader refused them, mutations would test nothing else."""
+    """Every reader accepts its undamaged files: if it refused them, mutations would test only the refusal."""
     assert {outcome.kind for outcome in fuzz.run(ALL, [fuzz.UNCHANGED])} == {"accepted"}
 
 
@@ -71,8 +71,6 @@ def test_the_fuzzer_finds_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [outcome.kind for outcome in outcomes] == ["hang", "hang"]
 
 
-# Crafted files.
-
 WIDE = b'{"a":[' + b"[]," * 20_000_000 + b"[]]}"
 GGUF_BEGIN = struct.pack("<4sI", b"GGUF", 3)
 
@@ -88,12 +86,12 @@ def gguf_tensor(shape: tuple[int, ...], offset: int, kind: int = 0) -> bytes:
 
 
 def nested_pickle() -> bytes:
-    """Return a pickle in which a tuple contains the preceding one twice, 1000 times."""
+    """Return a pickle of nested tuples, each of which holds the preceding one twice: 2**1000 items to visit."""
     return b"\x80\x02]" + b"q\x00" * 1 + b"h\x00h\x00\x86" * 1000 + b"."
 
 
 def put_json(path: Path, name: str, **changes: Any) -> None:
-    """Change entries of a JSON file in a model folder."""
+    """Write a model folder in which entries of the JSON file ``name`` are changed."""
     llm_models.folder(path, llm_models.LLAMA)
     table = json.loads((path / name).read_text())
     (path / name).write_text(json.dumps({**table, **changes}))
@@ -109,7 +107,7 @@ def read_file(path: Path) -> None:
 
 
 def put_pattern(path: Path, *patterns: str, modules: int = 1) -> None:
-    """Write GPTQ modules with long names, and a configuration whose patterns are matched with all names."""
+    """Write GPTQ modules with long names, and a configuration whose regular expressions are matched to these."""
     tensors: dict[str, Any] = {}
     for i in range(modules):
         name = "a" * 300 + str(i)
@@ -134,7 +132,7 @@ def put_directory(path: Path, entries: int) -> None:
 
 
 def put_model(path: Path, **model: Any) -> None:
-    """Change entries of the model in a tokenizer.json."""
+    """Write a model folder in which entries of the model in tokenizer.json are changed."""
     llm_models.folder(path, llm_models.LLAMA)
     table = json.loads((path / "tokenizer.json").read_text())
     put_json(path, "tokenizer.json", model={**table["model"], **model})
@@ -307,7 +305,7 @@ BOMBS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 
 
 BOUNDED = {"tokenizer.json that repeats the text", "tokenizer.json of a long Unigram", "pattern of nested look-aheads"}
-"""The files that the worker process runs within its limits."""
+"""The crafted files that are accepted: a sandboxed worker with limits of its own does what they ask for."""
 
 
 @pytest.mark.parametrize("name", BOMBS)
