@@ -37,7 +37,10 @@ from tests.test_kernels import ARCHS, DTYPES, facts, strided
 @given(data=st.data())
 @few_examples
 def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, data: st.DataObject) -> None:
-    """A part of a warp, a warp or a CTA reads a block; last blocks are shorter; x has NaN, infinity and zeros."""
+    """Quantized rows, scales and sums have the reference's bits for any blocks of x, also with NaN, infinity and zeros.
+
+    A block is read by a part of a warp, a warp or a CTA; last blocks are shorter.
+    """
     wide = data.draw(st.booleans())
     each = 8 if wide else 1
     m = data.draw(st.integers(1, 5))
@@ -48,7 +51,7 @@ def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, 
     symmetric, half_even = data.draw(st.booleans()), data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-8, 8, (m, 1))).astype(DTYPES[dtype])
-    # The largest value is 127, so the scale is 1, and many elements are half-way between codes.
+    # With a largest value of 127 the scale is 1, so many elements lie half-way between two codes.
     x[-1] = rng.integers(-254, 255, k) / 2
     x[-1, ::block] = 127
     x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
@@ -81,7 +84,7 @@ def check_quantize_rows(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", [60, 90])
 def test_finite_extremes_have_finite_scales(backend: str, arch: int, dtype: str, symmetric: bool, wide: bool) -> None:
-    """In float32 max - min overflows, but scale, offset and codes do not."""
+    """Blocks whose max - min overflows float32 get finite scales, offsets and codes."""
     top = float(ml_dtypes.finfo(DTYPES[dtype]).max)
     rows = [[top, -top], [3e38, -3e38], [top, top], [-top, 0.0], [top, -top / 4], [1.5, -0.5]]
     x = np.tile(np.array(rows, np.float64), 8).astype(DTYPES[dtype])
@@ -116,7 +119,7 @@ def check_product(
         weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
     assert (weight.zero_points is not None) == problem.zero_points
     x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
-    x[0] = 1.0  # Only the codes -128 and 127 occur, which give the largest products.
+    x[0] = 1.0  # only the codes -128 and 127, which give the largest products
     x[0, ::2] = -1.0
     x_block = problem.k if problem.row_scales else problem.block_size
     quantized = quantize_activations(x, block_size=x_block, symmetric=not problem.x_offset)
@@ -156,7 +159,7 @@ def check_product(
 @pytest.mark.parametrize("m", [1, 20, 70, 130])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_mma_tile(backend: str, arch: int, m: int, bits: int) -> None:
-    """The last tiles are partly empty in M, N and K; K is whole or split in two."""
+    """Every tile is right where the last tiles are partly empty in M, N and K, with K whole or split in two."""
     problem = Int8Problem(m, 150, 288, 64, bits, True, True, "float16", "float32")
     gpu = facts(arch, backend)
     found = [c for c in MMA[arch].configs(problem, gpu) if c.block_m in (16, 32) or m > 20]
@@ -170,7 +173,10 @@ def test_every_mma_tile(backend: str, arch: int, m: int, bits: int) -> None:
 @given(data=st.data())
 @few_examples
 def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
-    """Draw blocks that end within a stage, short last blocks, finer blocks of x than of the weight, and clamps."""
+    """Random integer GEMMs are right on each kernel: short last blocks, blocks that end within a stage, clamps.
+
+    Blocks of x may be finer than those of the weight.
+    """
     draw = data.draw
     kind = draw(st.sampled_from(["simt", "gemv", "mma"] if arch >= 75 else ["simt", "gemv"]))
     tensor = kind != "simt"
@@ -208,7 +214,7 @@ def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
     check_product(backend, problem, family, config, gpu, weight_block, seed=draw(st.integers(0, 99)))
 
 
-# m, n, k, block_size, bits, x_offset, weight_offset, split_k
+# A case has m, n, k, block_size, bits, x_offset, weight_offset, split_k.
 FEW = (
     (1, 16, 4112, 4112, 4, False, False, 1),
     (2, 17, 4224, 128, 4, True, True, 1),
@@ -226,7 +232,10 @@ FEW = (
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, case: tuple) -> None:
-    """K ends within a step and within a chunk, tiles extend beyond N, and x has fewer rows than the kernel."""
+    """The kernel for few rows is right where K ends within a step or a chunk of k that it prefetches.
+
+    Tiles extend beyond N, and x has fewer rows than the kernel.
+    """
     *sizes, split_k = case
     problem = Int8Problem(*sizes, "float16", "float32", "clamp", (-0.5, 0.75), y_stride=sizes[1] + 1)
     gpu = facts(arch, backend)
@@ -235,8 +244,8 @@ def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, ca
     check_product(backend, problem, GEMV_INT8, config, gpu, weight_block, seed=1)
 
 
-# m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k,
-# m64_tiles
+# A case has m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, and the padding of y's rows; then
+# cluster, ctas, split_k and m64_tiles of the configuration.
 HOPPER = (
     (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
     (70, 270, 272, 128, 4, False, False, "float16", "float16", True, 2, 2, 2),
@@ -258,7 +267,10 @@ HOPPER = (
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
-    """Blocks are shorter or longer than a stage, pipelines wrap around, CTAs take several tiles, tiles are partial."""
+    """Results are right where blocks are shorter or longer than a stage, and where the ring of stages is used again.
+
+    CTAs take several tiles, some of which are partly empty.
+    """
     m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, padding, *config = case
     problem = Int8Problem(
         *(m, n, k, block, bits, x_offset, weight_offset, dtype, bias),
@@ -331,7 +343,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     assert (many.block_m, many.block_n, many.split_k) == (64, 128, 1)
     assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(1, 132)
     assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
-    # The product has 8 x 8 tiles of 192 columns, each shared by two CTAs.
+    # y has 8 x 8 tiles, 128 rows by 192 columns; two CTAs divide K of each tile.
     assert select.choose(replace(one, m=948, n=1472, k=8192), h100).config == GemmInt8Sm90Config(1, 128, 2, 3)
     assert select.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"
     problem = Int8Problem(1, 64, 72, 36, 4, False, True, "float16")
@@ -355,7 +367,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
-    """Cover both sides of the limit, the rows of a CTA, and split-K where few columns leave SMs idle.
+    """Cover 1 to 9 rows, CTAs with 4 or 8 rows, and split-K where few columns leave SMs idle.
 
     On sm_80, five to eight rows are modelled to take 3% longer than on tensor cores.
     """
@@ -411,7 +423,7 @@ def test_gemm_int8_on_a_gpu_agrees_with_the_cpu(dtype: str, bits: int, m: int, n
     assert y is out
     eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
     np.testing.assert_allclose(y.get().astype(np.float64), wanted, rtol=2 * eps, atol=2e-5)
-    for symmetric in (True, False):  # x has one scale per row
+    for symmetric in (True, False):  # with one scale per row of x
         here, far = (
             quantize_activations(x, symmetric=symmetric),
             quantize_activations(cupy.asarray(x), symmetric=symmetric),

@@ -20,8 +20,8 @@ from tests.test_fp8 import check_fp8_product, fp8_problem
 from tests.test_gemm_int8 import check_product
 from tests.test_kernels import DTYPES, facts
 
-# m, n, k, x's block size, weight's block size, dtype, bias, zero points, then block_m, warpgroups, m64_tiles,
-# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x, offset_tiles
+# A case has m, n, k, x's block size, the weight's block size, dtype, bias, zero points; then the configuration:
+# block_m, warpgroups, m64_tiles, consumers, stages, k_tiles, split_k, ctas_per_sm, share_x, offset_tiles.
 CASES = (
     (1, 64, 128, 128, 128, "float16", None, True, 8, 1, 1, 1, 2, 1, 1),
     (5, 200, 1168, 128, 256, "float16", "float16", True, 8, 1, 1, 3, 6, 1, 2),
@@ -35,7 +35,8 @@ CASES = (
     (64, 300, 400, 128, 128, "float16", None, True, 64, 1, 1, 1, 2, 2, 2, 1, 4),
 )
 
-# The same, with offset_tiles: two tiles of offsets, slices of K that end in or before them, partial tiles, setmaxnreg.
+# The same with offset_tiles: two tiles of offsets, slices of K that end within or before them, partly empty tiles, and
+# kernels that move registers between warpgroups (setmaxnreg).
 OFFSET_CASES = (
     (70, 136, 1424, 128, 128, "float16", None, True, 40, 1, 2, 2, 4, 1, 2, 1, 1, True),
     (40, 264, 784, 128, 256, "float32", "float32", True, 48, 1, 2, 2, 2, 1, 1, 1, 1, True),
@@ -46,7 +47,10 @@ OFFSET_CASES = (
 
 
 def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int]:
-    """Return the problem, the configuration and the weight's block size for a case."""
+    """Return the problem, the configuration and the weight's block size that a case describes.
+
+    The ``kind`` "rows" gives x one scale per row, "blocks" one per block of columns.
+    """
     m, n, k, block, weight_block, dtype, bias, zero_points, *config = case
     rows = kind == "rows" and k > weight_block
     problem = Int8Problem(
@@ -64,7 +68,7 @@ def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_int8(backend: str, kind: str, case: tuple) -> None:
-    """Tiles are partial, pipelines wrap around, slices of K differ in length, and some CTAs own no rows."""
+    """Results are right where tiles are partly empty, slices of K differ in length, and some CTAs sum no rows."""
     problem, config, weight_block = problem_of(case, kind)
     gpu = facts(90, backend)
     assert GEMM_W4A8_SM90.refusal(problem, gpu) is None
@@ -95,7 +99,7 @@ def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     shape = n, -(-k // weight_block)
     scale = rng.uniform(-1, 1, shape).astype(DTYPES[scale_dtype]).astype(np.float32)
     if scale_dtype == "bfloat16":
-        scale[0, 0] = 2.0**-18 * (1 + 2.0**-7)  # This scale is subnormal in float16, which has fewer bits there.
+        scale[0, 0] = 2.0**-18 * (1 + 2.0**-7)  # a scale that float16 rounds, because it is subnormal there
     offset = rng.integers(-8, 9, shape).astype(scale.dtype) * scale if zero_points else None
     weight = BlockQuantizedWeight(codes, scale, offset, block_size=weight_block)
     assert weight.exact_scale_dtype == scale_dtype

@@ -34,7 +34,7 @@ def generate(folder: Path, source: Path, target: Path) -> int:
 
 
 def test_prompts_are_answered_in_order_and_once(folder: Path, tmp_path: Path) -> None:
-    texts = [f"{i} é" for i in range(150)]  # more than run at the same time
+    texts = [f"{i} é" for i in range(150)]  # more prompts than run at the same time
     source = write(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": text} for i, text in enumerate(texts)])
     target = tmp_path / "out.jsonl"
     assert generate(folder, source, target) == 0
@@ -43,7 +43,8 @@ def test_prompts_are_answered_in_order_and_once(folder: Path, tmp_path: Path) ->
     wanted = llm.load(folder, device="cpu").generate(texts[7], max_tokens=5)[0]
     assert answers[7] == {"id": "p7", "text": wanted.text, "reason": wanted.reason, "tokens": len(wanted.tokens)}
     lines = target.read_text().splitlines(keepends=True)
-    target.write_text("".join(lines[:100]) + lines[100][:9])  # a run that was killed
+    # What a killed run leaves: 100 whole lines and the beginning of one.
+    target.write_text("".join(lines[:100]) + lines[100][:9])
     assert generate(folder, source, target) == 0
     assert read(target) == answers
     assert generate(folder, source, target) == 0

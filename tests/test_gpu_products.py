@@ -26,7 +26,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_every_epilogue(m: int, element: np.dtype[Any], activation: Any) -> None:
-    """Bias, activation and residual (separate and in place) give the same bits in repeated calls and in plans."""
+    """Every combination of bias, activation and residual is right, and has equal bits in repeated calls and in plans.
+
+    The residual is an array of its own or the output.
+    """
     rng = np.random.default_rng(m)
     scales = BFLOAT16 if element == BFLOAT16 else FLOAT16
     weight = random_weight(rng, 192, 96, 64, dtype=scales)
@@ -77,7 +80,7 @@ def adversarial(rng: np.random.Generator, k: int, n: int, scale: float, scales: 
 @pytest.mark.parametrize("scale", [6e-8, 1e-5, 6e4])
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 def test_scales_at_the_ends_of_float16_and_outliers(m: int, scale: float, element: np.dtype[Any]) -> None:
-    """Beyond the normal range of float16, y is the rounded float64 sum: subnormal or infinite."""
+    """Scales near the ends of float16's range, and outliers in x, give the rounded float64 sum, also infinite."""
     rng = np.random.default_rng(m)
     weight = adversarial(rng, 28672, 32, scale, FLOAT16)
     x = random_activations(rng, m, 28672, dtype=element)
@@ -117,8 +120,8 @@ def test_inf_and_nan_reach_their_own_row_and_all_of_it(zeros: str, m: int) -> No
                 others = np.arange(m) != row
                 np.testing.assert_array_equal(y[others], clean[others])
                 with np.errstate(invalid="ignore"):
-                    expected = w[column] * value  # The element is infinite, or NaN where the weight is 0.
-                # Kernels that sum q * s and o, or x * q and x * z, separately give Inf - Inf.
+                    expected = w[column] * value  # In this column y is infinite, or NaN where the weight is 0.
+                # Kernels that sum q * s and o, or x * q and x * z, apart compute Inf - Inf, which is NaN.
                 if zeros == "float" or kernel == "gemm_sm90_raw":
                     assert not np.isfinite(y[row]).any()
                 else:
@@ -152,13 +155,16 @@ def layouts(x: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("rows", [1, 6])
 def test_every_layout_of_x_residual_and_out(element: np.dtype[Any], rows: int) -> None:
-    """Layers and functions give the bits that contiguous arrays give, and write nothing outside ``out``."""
+    """Views and copies of x, residual and out with any strides give the bits of contiguous arrays.
+
+    Nothing outside of ``out`` is written.
+    """
     rng = np.random.default_rng(0)
     weight = put(random_weight(rng, 64, 64, 16))
     layer = cupy_awq.AwqLinear(weight)
     x, residual = (put(random_activations(rng, 6, 64, dtype=element)) for _ in range(2))
     expected = gemm(x[:rows], weight, residual=residual[:rows]).get()
-    # Another kernel multiplies by the repacked weight, so the bits may differ.
+    # the repacked weight may have another kernel, with another order of additions
     of_layer = layer(x[:rows], residual=residual[:rows]).get()
     for name, a in layouts(x).items():
         a, r = (a, layouts(residual)[name]) if rows == 6 else (a[:1], layouts(residual)[name][:1])
@@ -167,7 +173,7 @@ def test_every_layout_of_x_residual_and_out(element: np.dtype[Any], rows: int) -
         for out in [None] if rows == 1 else [None, *layouts(nan_like((6, 64), element)).values()]:
             if out is not None and out.shape != a.shape:
                 continue
-            for _ in range(2):  # At the second call, a layer uses its cached launch without checks.
+            for _ in range(2):  # the second call uses the launch that the layer has cached, without checks
                 y = layer(a, residual=r, out=out)
                 assert out is None or y is out
                 assert y.get().tobytes() == of_layer.tobytes(), name
@@ -211,7 +217,7 @@ def test_out_that_overlaps_x_or_a_part_of_the_residual(shift: int) -> None:
 
 def test_out_that_overlaps_rows_of_x_to_be_read_later() -> None:
     rng = np.random.default_rng(0)
-    m = 64 * 132 * 20  # many more CTAs than run at a time
+    m = 64 * 132 * 20  # many more CTAs than run at the same time
     weight, values = put(random_weight(rng, 64, 64, 16)), random_activations(rng, 2 * m, 64)
     layer = cupy_awq.AwqLinear(weight)
     for product in (layer, layer, lambda x, **options: gemm(x, weight, **options)):
@@ -230,7 +236,7 @@ def test_slices_and_misaligned_weights_on_the_gpu(m: int, zeros: str) -> None:
     per = 8 if zeros == "float" else 1
     for columns in (slice(1, 6), slice(4, 12)):
         for rows in (slice(0, 5), slice(1, 4), slice(None, None, -1)):
-            if rows.step:  # The slices reverse the order of the groups and of the rows in them.
+            if rows.step:  # reverse the order of the groups, and of the rows in them
                 k, some = slice(None, None, -1), slice(None, None, -1)
             else:
                 k, some = slice(32 * rows.start, 32 * rows.stop), rows
@@ -312,7 +318,7 @@ def test_arrays_on_two_devices_are_refused() -> None:
 
 
 def test_every_gpu_of_the_machine_from_any_other_and_from_several_threads() -> None:
-    """The arrays determine the GPU, whichever is current; each GPU has a thread, and all run at once."""
+    """Arrays on any GPU work, whichever is current, also when each GPU has a thread and all run at once."""
     import cupy
 
     count = cupy.cuda.runtime.getDeviceCount()

@@ -12,7 +12,7 @@ from cupy_awq.runtime.graph import capture
 
 
 class Invalidated(RuntimeError):
-    """A stand-in for the error of a capture that an illegal call has invalidated."""
+    """A stand-in for the error that ends a capture in which an illegal call was made."""
 
 
 @pytest.mark.parametrize("is_invalid", [False, True])

@@ -27,11 +27,11 @@ from tests.checkpoint_files import entry, raw
 from tests.test_llm_quantize import TEXT
 
 MEMORY_BYTES = 1 << 28
-"""The largest memory that a refused file may take."""
+"""The most memory, in bytes, that refusing a file may take."""
 
 
 def refused(path: Path, message: str) -> None:
-    """Expect an error within seconds and little memory."""
+    """Check that reading a checkpoint raises ``message`` as a CheckpointError, within seconds and little memory."""
     tracemalloc.start()
     start = time.process_time()
     try:
@@ -44,7 +44,7 @@ def refused(path: Path, message: str) -> None:
 
 
 def write_shards(folder: Path, count: int, header: dict[str, Any]) -> None:
-    """Write one shard and ``count`` hard links to it, of each of which the index lists a tensor."""
+    """Write ``count`` shards that are hard links to one file, and an index with a tensor for each of them."""
     shard = raw(folder / "shard", header, b"")
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for name in names:
@@ -61,7 +61,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, nbytes: int, tensors: int) -> No
 def test_many_links_to_one_shard_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, tensors: int
 ) -> None:
-    """One shard is within the limits, 100 links to it are not; only those up to the limits are parsed."""
+    """Each of 100 shards is within the limits on headers, but all together are not: reading ends at the limit."""
     write_shards(tmp_path, 100, {f"t{i}": entry("F16", [0], [0, 0]) for i in range(200)})
     set_limits(monkeypatch, nbytes, tensors)
     parsed: list[str] = []
@@ -95,7 +95,7 @@ def text_field(key: bytes, length: int) -> bytes:
 
 @pytest.mark.parametrize("form", ["value", "key", "array", "many values"])
 def test_sparse_texts_of_gigabytes_are_refused(tmp_path: Path, form: str) -> None:
-    """The texts are zeros, which are valid UTF-8 and take no space on the disk."""
+    """A header may claim a text of gigabytes, which a sparse file holds as zeros: it is refused without being read."""
     size = 2 << 30
     header = {
         "value": gguf_header(1) + text_field(b"k", size - 100),
@@ -141,7 +141,7 @@ def test_a_big_endian_file_is_named(tmp_path: Path, version: int) -> None:
 
 
 def split(path: Path, count: int) -> list[Path]:
-    """Split a GGUF file as llama.cpp does: all metadata in the first part; return the paths of the parts."""
+    """Split a GGUF file in ``count`` parts as llama.cpp does, with all metadata in the first; return their paths."""
     reader = gguf.GGUFReader(path)
     each = -(-len(reader.tensors) // count)
     parts = []

@@ -122,11 +122,11 @@ ALWAYS = (
     "endless recursion",
     "join of a map",
 )
-"""The templates of the default suite; the others are slow."""
+"""The names of the hostile templates that every run tests; the others are marked slow."""
 
 
 def long_alternatives(count: int) -> dict[str, Any]:
-    """Return a pre-tokenizer whose expression has many alternatives that start equally."""
+    """Return a pre-tokenizer with a regular expression whose alternatives begin alike, so that it backtracks."""
     pattern = "|".join("a" * i + "b" for i in range(1, count))
     return {"type": "Split", "pattern": {"Regex": f"(?:{pattern})+$"}, "behavior": "Isolated", "invert": False}
 
@@ -189,7 +189,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
 EXPRESSIONS = [
     name for name, (changes, _) in TOKENIZERS.items() if changes.get("pre_tokenizer", {}).get("type") == "Split"
 ]
-"""The tokenizers that are slow on some texts only."""
+"""The names of the hostile tokenizers whose regular expressions are slow on certain texts only."""
 ALWAYS_TOKENIZERS = ("exponential expression", "long words", "repeated replacement", "special tokens")
 
 RULES = {
@@ -268,7 +268,7 @@ def bounded() -> Iterator[None]:
 
 
 def check_honest_chat() -> None:
-    """Assert that a new conversation is rendered as ever."""
+    """Check that a new conversation is rendered as before the attack."""
     assert chat_template.render(llm_models.TEMPLATE, CHAT, {}, "file") == USER
 
 
@@ -374,7 +374,7 @@ def test_a_prompt_longer_than_the_context_is_refused_soon(tmp_path: Path) -> Non
 
 
 def test_the_worker_serves_others_while_it_restarts() -> None:
-    """Threads share the worker; a hostile template of one ends in its own error alone."""
+    """While one thread's hostile template makes the worker restart, others' honest templates are rendered."""
 
     def honest() -> None:
         for _ in range(20):

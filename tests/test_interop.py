@@ -47,7 +47,7 @@ class DLPack:
 
 
 class OnCpu:
-    """An array of another library in CPU memory."""
+    """An array of another library whose ``__dlpack_device__`` says that it is in CPU memory."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
@@ -77,14 +77,14 @@ class CpuDLPack:
 
 
 class FullCpuDLPack(CpuDLPack):
-    """A `CpuDLPack` that also has ``__dlpack_device__``, as a CPU tensor of PyTorch."""
+    """A `CpuDLPack` that also has ``__dlpack_device__``, like a CPU tensor of PyTorch."""
 
     def __dlpack_device__(self) -> Any:
         return self._a.__dlpack_device__()
 
 
 class Bfloat16DLPack(FullCpuDLPack):
-    """An array in bfloat16, whose capsule is that of its bits with the type code of bfloat16 (4)."""
+    """An array in bfloat16, which NumPy cannot export: a capsule of its bits, with bfloat16's type code (4)."""
 
     def __dlpack__(self, **options: Any) -> Any:
         bits = FullCpuDLPack(self._a.view(np.uint16), self._versioned)
@@ -114,7 +114,7 @@ REFUSED = {
     *("AwqLinear.split", "BlockQuantizedWeight", "PackedWeight", "from_mnn", "pack_int4", "pack_int8", "quantize"),
     *("unpack_int4", "unpack_int8"),
 }
-"""The functions and classes that take only NumPy and CuPy arrays; their error names the function that views others."""
+"""The functions and classes that take only NumPy and CuPy arrays; their error tells how to view other arrays."""
 
 
 def _is_array(value: Any) -> bool:
@@ -168,7 +168,7 @@ def test_bfloat16_arrays_of_the_cpu_give_the_bits_of_numpy(versioned: bool, rows
     x, bias = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((rows, 64), 32))
     expected, out = cupy_awq.gemm(x, *tensors(weight), bias=bias), np.zeros((rows, 32), ml_dtypes.bfloat16)
     foreign = [Bfloat16DLPack(a, versioned) for a in (x, weight.scales, bias, out)]
-    for _ in range(2):  # the arrays are unchanged and can be exported again
+    for _ in range(2):  # a second export must work: the first one leaves the arrays unchanged
         found = cupy_awq.gemm(foreign[0], weight.qweight, foreign[1], weight.qzeros, bias=foreign[2], out=foreign[3])
         assert found.dtype == ml_dtypes.bfloat16
         assert found.tobytes() == out.tobytes() == expected.tobytes()
@@ -182,7 +182,7 @@ VIEWED = [name for name, call in CALLS.items() if not REFUSED & {name} and any(m
 @pytest.mark.parametrize("name", VIEWED)
 @pytest.mark.parametrize("kind", PRODUCERS)
 def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_libraries(name: str, kind: str) -> None:
-    """Each array argument is of another library alone, and then all of them are."""
+    """Each array argument alone, and all together, may be another library's, without another result."""
     call = CALLS[name]
     arrays = [key for key, value in {**call.arguments, **call.options}.items() if _is_array(value)]
 

@@ -43,7 +43,7 @@ def test_an_error_at_each_file_operation_of_save_keeps_a_whole_checkpoint(tmp_pa
         if found in (old, new):
             seen.add("old" if found == old else "new")
             assert raised or found == new
-        else:  # moving the old files back failed, too: the new ones are in force
+        else:  # moving the old files back has failed as well: then the new ones are valid
             assert lasts
             assert describe(read(out)) == values[1]
             seen.add("journal")
@@ -78,7 +78,7 @@ def test_a_kill_after_each_rename_of_save_leaves_a_checkpoint_that_the_next_save
     monkeypatch.setattr(replacement, "_roll_back", lambda *_: None)
     fail_at_each(out, write.run, write.prepare, check)
     assert set(seen) == {0, 1}
-    assert seen == sorted(seen)  # after the first moment with the new values, no old value appears
+    assert seen == sorted(seen)  # once the new values are visible, old ones never return
 
 
 @pytest.mark.parametrize("name", [name for name in WRITES if name.startswith("convert")])

@@ -31,7 +31,10 @@ ARCHS = (60, 75, 80, 90)
 
 
 def facts(arch: int, backend: str) -> device.Device:
-    """Return the device of a test: a nominal one, or the GPU with the path of an older architecture."""
+    """Return the GPU of a test: nominal properties of ``arch`` or, on the back end "gpu", the real one.
+
+    The real GPU takes the kernels of the older architecture ``arch``.
+    """
     if backend == "gpu":
         own = device.current()
         return replace(own, arch=min(arch, own.native))
@@ -39,20 +42,20 @@ def facts(arch: int, backend: str) -> device.Device:
 
 
 def strided(a: np.ndarray, extra: int) -> np.ndarray:
-    """Return a copy with ``extra`` elements between its rows, all of them NaN or 255."""
+    """Return a copy of a matrix with ``extra`` elements of NaN or 255 between its rows, so that reads there show."""
     wide = np.full((a.shape[0], a.shape[1] + extra), 255 if a.dtype.kind in "iu" else np.nan, a.dtype)
     wide[:, : a.shape[1]] = a
     return wide[:, : a.shape[1]]
 
 
 WHOLE = -1
-"""The padding with which every row starts at a multiple of 16 bytes."""
+"""A value of ``extra`` in `padded`: as many elements as make every row start at a multiple of 16 bytes."""
 
 
 def padded(problem: Problem, extra: int) -> Problem:
-    """Return the problem for arrays that have ``extra`` elements between their rows."""
+    """Return the problem for arrays with ``extra`` elements between rows: what strides and alignment allow changes."""
     if extra == WHOLE:
-        # Rows are aligned to 16 bytes: four words, or eight 16-bit values.
+        # Round rows up to 16 bytes: four words, or eight 16-bit values.
         contiguous = problem.row_strides
         units = Strides(8, 4, 8, 8 if problem.zeros == "float" else 4, 8, 8)
         whole = (step + -step % unit for step, unit in zip(contiguous, units, strict=True))
@@ -65,7 +68,7 @@ def padded(problem: Problem, extra: int) -> Problem:
 
 
 def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None):
-    """Return y in float64, and the norm of the products that make up each element."""
+    """Return y in float64, and for each element the norm of its products, the scale of its error."""
     x64 = x.astype(np.float64)
     y = x64 @ w
     if bias is not None:
@@ -87,7 +90,7 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
 
 
 def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Device) -> np.ndarray:
-    """Return the problem's weight in the fragment layout, written by the kernel over bytes of ones."""
+    """Return the weight in the fragment layout; the repacking kernel must overwrite every byte (255 before)."""
     layout = FragmentLayout.of(problem)
     out = np.full(layout.nbytes, 255, np.uint8)
     tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
@@ -96,7 +99,10 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
-    """Return random buffers for a problem's fusion, with NaN wherever the kernel must write."""
+    """Return random buffers for a GEMM that is fused with the residual add or RMSNorm of a decoder layer.
+
+    There is NaN wherever the kernel must write.
+    """
     stream: dict[str, np.ndarray | None] = dict.fromkeys(problem.fusion.buffers if problem.fusion else ())
     if problem.fusion:
         part = problem.fusion.next_weight
@@ -166,7 +172,7 @@ def check_matmul(
     if problem.adds_to_stream:
         if stream.get("positions") is not None:
             y = y[:, stream["positions"]]
-        # The bits of this buffer follow from those of h, so h is compared in place of y.
+        # y is h times factors; h is what the residual add is about, so it is compared with the reference.
         h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
         squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)
@@ -174,13 +180,13 @@ def check_matmul(
         y, reference = h, given["h"] + reference
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
     assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))
-    # A norm over all elements would hide one wrong column or row.
+    # The norm over all elements could hide a single wrong column or row, so bound each element too.
     assert (np.abs(y - reference) <= 20 * BOUNDS[problem.dtype] * (size + np.abs(reference))).all()
     assert not scratch["counters"].any(), "the counters must be left as they were found"
 
 
 def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candidate]]:
-    """Return the legal configurations of each family that supports the problem."""
+    """Return the legal configurations of each kernel family that supports the problem, a list per family."""
     return [some for some in select.candidates(problem, facts).values() if not isinstance(some, str)]
 
 
@@ -189,7 +195,7 @@ def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candi
 @pytest.mark.parametrize("m", [1, 3, 16, 70])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) -> None:
-    """Cover all families, tiles and split-K factors, on a shape with partly empty tiles along M, N and K."""
+    """Every configuration of every family is right where the last tiles along M, N and K are partly empty."""
     scales_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
     problem = Problem(m, 224, 192, 64, dtype, scales_dtype)
     here = facts(arch, backend)
@@ -204,7 +210,7 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
 @given(data=st.data())
 @few_examples
 def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject) -> None:
-    """Draw shapes, group sizes, zeros, epilogues, strides and alignments, for every family that is legal."""
+    """Random shapes, group sizes, zeros, epilogues, strides and alignments are right on every legal family."""
     group_size = data.draw(st.sampled_from([1, 3, 8, 16, 24, 32, 48, 64, 128]))
     gated = data.draw(st.booleans())
     pad = data.draw(st.sampled_from([0, 1, 8]))
@@ -232,7 +238,10 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
 @given(data=st.data())
 @few_examples
 def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
-    """Slices of K have many, few or no steps; groups end inside a step; all cluster sizes; partly empty tiles."""
+    """`gemm_sm90_raw` is right where slices of K have many, few or no steps, and groups end inside a step.
+
+    Clusters have all sizes, and tiles may be partly empty.
+    """
     group_size = data.draw(st.sampled_from([32, 64, 96, 128, 256]))
     gated = data.draw(st.booleans())
     problem = Problem(
@@ -257,7 +266,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     config = data.draw(st.sampled_from(family.configs(padded(problem, pad), here)))
 
     def run(plan: LaunchPlan, buffers: Buffers) -> None:
-        """Launch without the padding of shared memory that only limits the CTAs per SM."""
+        """Launch without the shared memory that is only added to limit the CTAs per SM, so that bounds are checked."""
         assert plan.shared_bytes >= config.shared_bytes
         runner(backend)(replace(plan, shared_bytes=config.shared_bytes), buffers)
 
@@ -265,7 +274,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
 
 
 def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a float64 weight rounded once to ``dtype``, as float64."""
+    """Return a float64 weight rounded once to ``dtype``, which NumPy does not do for bfloat16, as float64."""
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
             # ml_dtypes rounds to float32 first. If that rounding is to odd, both together equal one rounding.
@@ -282,7 +291,10 @@ def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
 @given(data=st.data())
 @few_examples
 def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str, data: st.DataObject) -> None:
-    """The bits are equal, but for the sign of zero, with scales from subnormal to overflowing."""
+    """`dequantize` gives the float64 formula rounded once, bit by bit but for the sign of zero.
+
+    Scales range from subnormal to overflowing.
+    """
     group_size = data.draw(st.sampled_from([1, 5, 8, 16, 64]))
     k, n = group_size * data.draw(st.integers(1, 5)), 8 * data.draw(st.sampled_from([1, 3, 20, 130]))
     scales_dtype = data.draw(st.sampled_from(["float16", "bfloat16"]))

@@ -49,7 +49,7 @@ def kill_during(write: Callable[[int], object], seed: int) -> None:
 
 
 def _write_for_ever(write: Callable[[int], object], started: int) -> NoReturn:
-    """Write until the process is killed: a forked child must not return to pytest's frames."""
+    """Write until the process is killed. A forked child must never return into pytest."""
     try:
         os.write(started, b".")
         i = 0
@@ -74,7 +74,7 @@ def test_a_killed_compilation_leaves_no_kernel_that_is_loaded(
     compiler.build(kernels[0])
 
     def write(i: int) -> None:
-        if i % 3 == 0:  # Sometimes start with an empty cache, or with half of an entry.
+        if i % 3 == 0:  # start with an empty cache or, now and then, with half of an entry
             for path in tmp_path.glob("*.json" if i % 2 else "*.cubin"):
                 path.unlink()
         compiler.build(kernels[i % 3])

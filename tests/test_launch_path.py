@@ -25,7 +25,7 @@ cupy = pytest.importorskip("cupy")
 
 K, N, GROUP = 256, 64, 64
 WORKSPACE = 1 << 40
-"""The address of the workspace, which no kernel reads."""
+"""The address that stands for the workspace on the stand-in GPU; no kernel runs, so nothing reads it."""
 STREAM = 7
 
 
@@ -62,7 +62,7 @@ class FakeGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Replace the GPU, the driver and CuPy's current stream; kernels are neither compiled nor run."""
+    """Replace the GPU, the driver and CuPy's stream by recording stand-ins; no kernel is compiled or run."""
     from cuda.bindings import driver
 
     fake = FakeGpu(np.zeros(1 << 22, np.uint8))
@@ -132,7 +132,7 @@ def test_every_operation_passes_its_arrays_on_the_current_stream(gpu: FakeGpu) -
         lambda: layer(x, out=y),
         lambda: plan(x, y),
     ):
-        for _ in range(2):  # the second call is a cached one
+        for _ in range(2):  # the second call uses the cached launch
             assert call() is y
             ((entry, found, stream),) = gpu.take()
             assert (entry[:3], stream) == ("gem", STREAM)
@@ -147,7 +147,8 @@ def test_every_operation_passes_its_arrays_on_the_current_stream(gpu: FakeGpu) -
 
 def test_products_of_integers_pass_their_arrays(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = gpu.empty(N, 1, 1, K, dtype=np.uint8)
-    monkeypatch.setattr(BlockQuantizedWeight, "layout", lambda self, key, make: stored)  # no kernel can make it
+    # On the stand-in, no kernel could make this layout.
+    monkeypatch.setattr(BlockQuantizedWeight, "layout", lambda self, key, make: stored)
     weight = BlockQuantizedWeight(stored, gpu.empty(N, 1), None, bits=8)
     codes, scale = gpu.empty(3, K, dtype=np.int8), gpu.empty(3, 1, dtype=np.float32)
     sums, y = gpu.empty(3, 1, dtype=np.int32), gpu.empty(3, N, dtype=np.float32)
@@ -222,7 +223,10 @@ def test_a_known_layout_is_launched_without_validation(
 def test_a_result_that_overlaps_the_weight_is_never_launched(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Also where the layout is known, and where the same `out` was right for another weight."""
+    """An ``out`` that overlaps the weight is refused, also by a cached launch.
+
+    The cache must not skip the check because the same layout, or the same `out` with another weight, was valid before.
+    """
     weight, bias, x, out = gpu.weight(), gpu.empty(N), gpu.empty(3, K), gpu.empty(3, N)
     call: Callable[..., Any]
     if kind == "layer":

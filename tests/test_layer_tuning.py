@@ -19,7 +19,7 @@ from tests.test_llm_quantize import dense_folder
 
 
 class Problem:
-    """A decoder layer with random weights and inputs, its outputs, and its weights rounded to nearest."""
+    """A decoder layer with random weights, inputs and the outputs for them, and its weights rounded to nearest."""
 
     def __init__(self, family: str, folder: Path) -> None:
         config = llm_models.FAMILIES[family]

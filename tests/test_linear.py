@@ -166,9 +166,6 @@ def test_properties_of_a_layer_are_read_only(name: str) -> None:
         setattr(AwqLinear(random_weight(np.random.default_rng(0), 64, 16, 16)), name, None)
 
 
-# ----------------------------------------------------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("zeros", ZEROS)
 @pytest.mark.parametrize("m", [1, 16, 100])
@@ -230,7 +227,10 @@ def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_threads_and_streams_share_a_layer() -> None:
-    """Threads run split-K products at once, on streams of their own and on per-thread default streams."""
+    """Layers give each thread its own right result when threads run them at once on different streams.
+
+    Split-K products share workspaces, which must not be the same for two streams.
+    """
     import cupy
 
     rng = np.random.default_rng(0)
@@ -253,7 +253,7 @@ def test_threads_and_streams_share_a_layer() -> None:
                     out = cupy.full((len(x), 256), np.nan, np.float16)
                     if layer(x, out=out).get().tobytes() != expected[i]:
                         wrong.append(i)
-        except Exception as error:  # The main thread reports the error.
+        except Exception as error:  # handed to the main thread, which reports it
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]
@@ -266,7 +266,7 @@ def test_threads_and_streams_share_a_layer() -> None:
 
 @pytest.mark.gpu
 def test_layer_launches_on_the_current_stream() -> None:
-    """While the current stream is blocked, the layer must not write."""
+    """A layer launches on the current stream: while that is blocked by other work, the output must not change."""
     import cupy
 
     weight = put(random_weight(np.random.default_rng(0), 64, 32, 16))
@@ -276,7 +276,7 @@ def test_layer_launches_on_the_current_stream() -> None:
     stream, go = cupy.cuda.Stream(non_blocking=True), threading.Event()
     cupy.cuda.Device().synchronize()
     with stream:
-        layer(x, out=out)  # The first call loads the kernel.
+        layer(x, out=out)  # load the kernel first, which would synchronize
         out.fill(np.nan)
         stream.synchronize()
         stream.launch_host_func(lambda _: go.wait(), None)
@@ -292,7 +292,7 @@ def test_layer_launches_on_the_current_stream() -> None:
 
 @pytest.mark.gpu
 def test_layer_uses_the_device_of_its_weight_not_the_current_one() -> None:
-    """With a single GPU, both devices are the same, and this is a plain product."""
+    """A layer runs on the GPU of its weight, also if another one is current; with a single GPU both are the same."""
     import cupy
 
     rng = np.random.default_rng(0)

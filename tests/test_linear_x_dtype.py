@@ -46,7 +46,7 @@ def check_bound(
     x_dtype: str,
     bound_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> None:
-    """Check a layer's error against ``bound_of(x, w)``, an ``out`` with strides, concatenation, and pickling."""
+    """Check a layer's error against ``bound_of(x, w)``, also with a strided ``out``, concatenated, and pickled."""
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 128, 40, 32, zeros=zeros)
     x, bias = random_activations(rng, 2, 33, 128), rng.standard_normal(40).astype(np.float32)

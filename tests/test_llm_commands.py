@@ -26,7 +26,7 @@ from cupy_awq.tools.command_line import main
 from tests import checkpoint_files
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-"""The environment in which Python's streams and arguments are encoded in ASCII."""
+"""The environment variables that make Python encode streams and arguments in ASCII."""
 CUT = b"(ended by --max-tokens)\n"
 
 
@@ -84,7 +84,7 @@ def test_a_full_conversation_goes_on_after_one_line_on_stderr(path: Path) -> Non
 
 
 class Terminal:
-    """A terminal on which a user types ``lines``; it records the prompts that the program prints."""
+    """A stand-in for a terminal on which a user types ``lines``; it records what the program asks for."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines, self.questions = iter(lines), list[str]()
@@ -102,7 +102,7 @@ Talk = Callable[..., tuple[list[str], str]]
 
 @pytest.fixture
 def talk(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
-    """Return a function that types lines on a terminal and returns the questions, without prompts, and stderr."""
+    """Return a function that types lines into ``chat`` and returns the questions that were asked, and stderr."""
 
     def run_chat(lines: list[str], *options: str) -> tuple[list[str], str]:
         terminal = Terminal(lines)

@@ -51,7 +51,7 @@ def config_of(**changes: Any) -> Decoder:
     ],
 )
 def test_yarn_gives_the_frequencies_of_transformers(extra: dict[str, Any], frequencies: str, attention: float) -> None:
-    """transformers 5.23 computed the values, with head dimension 16, theta 10000, context 256."""
+    """YaRN frequencies equal those of transformers 5.23 for head dimension 16, theta 10000 and context 256."""
     found, factor = config_of(rope_scaling={**YARN, **extra}).rope_frequencies()
     np.testing.assert_allclose(found, [float(word) for word in frequencies.split()], rtol=1e-4)
     assert factor == pytest.approx(attention, rel=1e-6)
@@ -124,7 +124,10 @@ def test_rope_scaling_has_precedence_over_rope_parameters_and_the_outer_context_
 def test_tensors_that_the_configuration_does_not_announce_are_refused(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], drop: str, add: str, message: str
 ) -> None:
-    """transformers ignores or invents such tensors, so its logits would differ."""
+    """A tensor that the configuration does not announce, or a missing one, is an error.
+
+    transformers ignores or invents such tensors, and so computes other logits.
+    """
     path = llm_models.folder(tmp_path, config)
     tensors = llm_models.tensors(config)
     if drop:

@@ -29,9 +29,6 @@ N, P, D = tokenizers.normalizers, tokenizers.pre_tokenizers, tokenizers.decoders
 USER = [{"role": "user", "content": "A"}]
 
 
-# Decoding
-
-
 def byte_level() -> Any:
     inner = llm_models.tokenizer()
     inner.add_tokens(["<tool>", "日本"])
@@ -82,7 +79,10 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], earlier: Sequence[int] = 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_of_random_tokens_is_their_text(kind: str) -> None:
-    """Also of tokens that are no valid UTF-8, that are special, or that the vocabulary does not have."""
+    """Streamed pieces of random tokens add up to the text of all tokens at once.
+
+    That includes tokens that are no valid UTF-8, special ones, and ids that the vocabulary does not have.
+    """
     tokenizer = Tokenizer(KINDS[kind](), None, {})
     size = tokenizer.inner.get_vocab_size() + 3
     generator = random.Random(0)
@@ -127,9 +127,6 @@ def test_a_continuation_keeps_its_first_space_and_a_text_of_its_own_does_not() -
     assert streamed(words, [0, 1], earlier=[0]) == " ab"
 
 
-# SentencePiece text around special tokens
-
-
 @pytest.mark.parametrize("scheme", ["prepend", "first", "always"])
 def test_the_text_after_a_plain_special_token_gets_no_space(tmp_path: Path, scheme: str) -> None:
     inner = sentence_piece()
@@ -158,9 +155,6 @@ def test_plain_special_tokens_are_the_tokens_of_their_characters() -> None:
     ]
 
 
-# Two BOS tokens
-
-
 def test_two_bos_tokens_are_one_warning(tmp_path: Path) -> None:
     inner = llm_models.tokenizer()
     inner.post_processor = tokenizers.processors.TemplateProcessing(
@@ -174,9 +168,6 @@ def test_two_bos_tokens_are_one_warning(tmp_path: Path) -> None:
         assert [tokenizer.encode("<|end|>a")[:2] for _ in range(3)] == [[256, 256]] * 3
     assert len(seen) == 1
     assert "starts with the BOS token, which is added once more" in str(seen[0].message)
-
-
-# Threads and interruptions
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
@@ -231,9 +222,6 @@ def test_an_interruption_at_any_moment_changes_no_later_text() -> None:
     assert interrupted > 20
 
 
-# Tokenizers in the worker process
-
-
 UNKNOWN = {"type": "Split", "pattern": {"Regex": r"\w+|[^\w\s]+|\s+"}, "behavior": "Isolated", "invert": False}
 
 
@@ -275,9 +263,6 @@ def test_a_known_expression_takes_time_proportional_to_the_text(pattern: str) ->
             began = time.process_time()
             split.pre_tokenize_str(unit * (20_000 // len(unit)) + end)
             assert time.process_time() - began < 1, (unit, end)
-
-
-# Stop strings
 
 
 def test_a_million_stop_strings_take_no_time_per_token() -> None:

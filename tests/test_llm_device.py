@@ -35,7 +35,7 @@ IDS = [int(i) for i in np.random.default_rng(2).integers(0, llm_models.VOCAB, 9)
 
 
 class SimulatedOps(CudaOps):
-    """The GPU back end on NumPy arrays: kernels run on the simulator, quantized GEMMs in NumPy."""
+    """The GPU back end on NumPy arrays: its kernels run on the simulator, quantized GEMMs in NumPy, which is faster."""
 
     def run(self, plan: Any, **arrays: Any) -> None:
         simt.run(plan, {name: arrays[name] for name in plan.buffers})
@@ -58,7 +58,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:
-    """Return the logits of all ids: the first ``prompt`` ids run as one prompt, the others one by one."""
+    """Return the logits of all ids, of which the first ``prompt`` run as one prompt and the others as decode steps."""
     cache = model.ops.make_cache(1, 40)
     logits = [model.logits(hidden)[0] for hidden in model.prefill(cache, 0, ids[:prompt])]
     for token in ids[prompt:]:
@@ -104,7 +104,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_batch_invariant_logits_have_the_same_bits_in_any_chunks(tmp_path: Path, family: str) -> None:
-    """A prompt runs as a whole, in two parts, and token by token through all kernels of a layer."""
+    """In the batch-invariant mode, logits have equal bits if a prompt runs whole, in two parts, or token by token."""
     files = llm.read(llm_models.folder(tmp_path, FAMILIES[family], plain=("0.self_attn.k_proj", "1.mlp.up_proj")))
     model = build_model(files, SimulatedOps(files.config, 0, FLOAT16, batch_invariant=True))
     whole = simulated_logits(model, IDS, len(IDS))
@@ -115,7 +115,7 @@ def test_batch_invariant_logits_have_the_same_bits_in_any_chunks(tmp_path: Path,
 
 @pytest.mark.usefixtures("simulated")
 def test_default_logits_depend_on_the_chunks(tmp_path: Path) -> None:
-    """Without the mode the bits differ, so the test of the mode can fail."""
+    """Without the batch-invariant mode, logits do depend on the chunks: the test of the mode is able to fail."""
     files = llm.read(llm_models.folder(tmp_path, LLAMA))
     model = build_model(files, SimulatedOps(files.config, 0, FLOAT16))
     assert (simulated_logits(model, IDS, 1) != simulated_logits(model, IDS, len(IDS))).any()
@@ -157,7 +157,10 @@ def test_a_kv_cache_larger_than_the_free_gpu_memory_is_refused(tmp_path: Path) -
 def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     monkeypatch: pytest.MonkeyPatch, arch: int, dtype: Any, m: int, gated: bool
 ) -> None:
-    """The first norm has its own kernel, GEMMs are fused after it, and an add without a fusible GEMM has a kernel."""
+    """In a small batch, residual adds and RMSNorms are fused into GEMMs, except the first norm, which no GEMM precedes.
+
+    An add without a GEMM that can be fused gets a kernel of its own.
+    """
     rng, gpu = np.random.default_rng(m), device.nominal(arch)
     monkeypatch.setattr(device, "of", lambda _: gpu)
 
@@ -190,7 +193,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     table, tokens = rng.standard_normal((m, 192)).astype(dtype), np.arange(m, dtype=np.int32)[:, None]
     cache = Cache((), np.zeros(m, np.int32), {}, [[] for _ in range(m)], 1)
 
-    def shorten(x: np.ndarray) -> np.ndarray:  # a projection that is no GEMM and so cannot divide by the RMS
+    def shorten(x: np.ndarray) -> np.ndarray:  # a projection that is no GEMM, and so cannot divide x by its RMS
         return np.ascontiguousarray(x[..., :128])
 
     operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first, Project(shorten)]
@@ -211,14 +214,11 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
         assert np.abs(simulated_y - y).max() <= (3e-3 if dtype == FLOAT16 else 3e-2) * np.abs(y).max()
 
 
-# Tests on a GPU.
-
-
 @pytest.fixture(scope="module", params=["plain", "repacked"])
 def pair(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Return one model on the CPU and on the GPU; Hopper's fragment layout supports its sizes or does not."""
+    """Return one model on the CPU and on the GPU, with sizes that Hopper's fragment layout supports or not."""
     options = {"config": {**QWEN3, "intermediate_size": 128}, "group": 32} if request.param == "repacked" else {}
     path = llm_models.folder(tmp_path_factory.mktemp("model"), **{"config": QWEN3, **options})
     return llm.load(path, device="cpu"), llm.load(path)
@@ -251,7 +251,7 @@ def test_logits_of_the_gpu_match_those_of_the_cpu(pair: tuple[LanguageModel, Lan
 def test_a_replayed_cuda_graph_generates_the_same_text_as_eager_steps(
     pair: tuple[LanguageModel, LanguageModel], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of three lengths runs twice, then again with each step launched eagerly."""
+    """Replayed CUDA graphs generate the texts that eagerly launched steps generate, for a batch of three lengths."""
     _, model = pair
     graph = [model.generate(PROMPTS, max_tokens=30, sampling=sampling) for _ in range(2)]
     assert graph[0] == graph[1]
@@ -259,7 +259,7 @@ def test_a_replayed_cuda_graph_generates_the_same_text_as_eager_steps(
     original = CudaDecodeLoop.step
 
     def step(self: CudaDecodeLoop) -> list[int]:
-        self._steps = 0  # Steps are captured from the second on, so none is captured now.
+        self._steps = 0  # steps are captured from the second one on, so none is captured now
         return original(self)
 
     monkeypatch.setattr(CudaDecodeLoop, "step", step)
@@ -293,8 +293,8 @@ def test_many_requests_do_not_leak_device_memory(pair: tuple[LanguageModel, Lang
         loops = sum(type(found) is CudaDecodeLoop for found in gc.get_objects())
         return cupy.get_default_memory_pool().used_bytes(), loops
 
-    # The first round meets every length. Each decode loop owns a CUDA graph. The free memory of the GPU says nothing
-    # here, since other processes allocate at the same time. A leak shows in every round.
+    # The first round makes graphs for every length, so later rounds must not take more memory. The GPU's free memory
+    # says nothing, since other processes allocate at the same time; a leak shows in every round.
     (*used,), (*loops,) = zip(*(in_use_after(60) for _ in range(5)), strict=True)
     assert any(after <= before for before, after in itertools.pairwise(used)), used
     assert any(after <= before for before, after in itertools.pairwise(loops)), loops

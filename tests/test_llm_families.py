@@ -87,7 +87,7 @@ def test_every_tensor_of_a_description_has_a_gguf_name(family: str) -> None:
 
 
 def tensor_names(decoder: Decoder) -> list[str]:
-    """Return the names of all weights of a description."""
+    """Return the names of all weights that a description of a decoder expects in a file."""
     parts = [f"{layer.name}.{part.name}" for layer in decoder.layers for part in (*layer.linears, *layer.norms)]
     for layer in decoder.layers:
         if isinstance(block := layer.feed_forward, Experts):
@@ -106,7 +106,7 @@ def test_names_of_tensors_stand_in_families_and_in_the_names_of_gguf_alone() -> 
         for file in PACKAGE.rglob("*.py")
     }
     places = {file for file, texts in found.items() if texts}
-    # The names of the demo's folder, of MLX's experts, and an example in the help of a command.
+    # Names that the package may contain: the demo's folder, MLX's experts, and an example in a command's help.
     exceptions = {PACKAGE / name for name in ("tools/demo.py", "checkpoint/experts.py", "tools/quantize_command.py")}
     assert places - exceptions == allowed & places
     experts = {"glm4_moe.py", "qwen2_moe.py", "qwen3_moe.py"}
@@ -114,14 +114,11 @@ def test_names_of_tensors_stand_in_families_and_in_the_names_of_gguf_alone() -> 
 
 
 def literals(tree: ast.Module) -> Iterator[str]:
-    """Yield the texts in the code of a module, except for those that stand alone: docstrings."""
+    """Yield the string constants of a module except docstrings."""
     alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in alone:
             yield node.value
-
-
-# Decoders inside of other models
 
 
 def rename(name: str, prefix: str, head: str) -> str:
@@ -129,7 +126,7 @@ def rename(name: str, prefix: str, head: str) -> str:
 
 
 def nest(path: Path, prefix: str, head: str, outer: tuple[str, ...] = ()) -> None:
-    """Turn the folder of a model into that of a model for images and texts, which has other tensors too.
+    """Turn the folder of a model into that of a model for images and texts, with renamed and additional tensors.
 
     The values of config.json move into ``text_config``, except for those with the names ``outer``.
     """
@@ -193,9 +190,6 @@ def test_a_decoder_with_a_prefix_is_neither_quantized_nor_converted_to_gguf(tmp_
     assert [file.name for file in tmp_path.iterdir()] == ["dense"]
 
 
-# Biases
-
-
 @pytest.mark.parametrize(
     ("arch", "biases", "found"),
     [
@@ -233,9 +227,6 @@ def test_the_written_configuration_describes_the_biases_of_a_gguf_file(
     assert {linear.name[10] for linear in layer.linears if linear.bias} == set(biases)
 
 
-# Layers for multi-token prediction
-
-
 def add_layer(tensors: dict[str, np.ndarray]) -> None:
     for name in ("input_layernorm.weight", "eh_proj.weight", "shared_head.norm.weight"):
         tensors[f"model.layers.2.{name}"] = np.ones((4, 4), np.float16)
@@ -259,11 +250,8 @@ def test_layers_for_multi_token_prediction_are_announced_by_the_configuration(
         all_logits(path)
 
 
-# RoPE
-
-
 def scaled(**fields: Any) -> Callable[[Path], Decoder]:
-    """Return a function that describes a GGUF file with further fields of ``llama.rope``."""
+    """Return a function that writes a GGUF file with fields of ``llama.rope`` and describes its decoder."""
 
     def describe(path: Path) -> Decoder:
         llm_models.gguf_file(path, {})

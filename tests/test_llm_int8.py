@@ -23,7 +23,7 @@ from tests import llm_models
 from tests.test_formats_gguf import random_blocks, values_of
 from tests.test_llm_device import SimulatedOps, simulated
 
-__all__ = ["simulated"]  # a fixture, which pytest finds by its name in this module
+__all__ = ["simulated"]  # The import makes pytest find the fixture `simulated` in this module.
 
 IDS = [int(i) for i in np.random.default_rng(4).integers(0, llm_models.VOCAB, 7)]
 KINDS = {"attn_q": "Q8_0", "attn_k": "Q5_0", "attn_v": "Q5_0", "ffn_up": "Q8_0", "ffn_down": "Q8_0"}
@@ -36,7 +36,7 @@ def test_codes_and_scales_give_the_values_of_the_package_gguf(kind: str) -> None
     assert (weight.shape, weight.bits, weight.dtype) == ((11, 1, 1, 512), 8, FLOAT16)
     found, wanted = Int8Linear(weight, None).dequantize().weight, values_of(data, kind)
     if kind == "Q6_K":
-        # The reader rounds the product d * sc first.
+        # the reader rounds the product d * sc, which the package gguf does not
         assert (np.abs(found - wanted) <= 2.0**-10 * np.abs(wanted) + 2.0**-19).all()
     else:
         np.testing.assert_array_equal(found, wanted.astype(np.float16))
@@ -50,7 +50,7 @@ def test_a_scale_that_is_not_finite_is_refused() -> None:
 
 
 def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:
-    """Return the logits of a prompt, then those of a single token."""
+    """Return the logits of all but the last id as a prompt, then those of the last id as a decode step."""
     files = llm.read(path)
     model = build_model(files, ops(files.config, **options))
     cache = model.ops.make_cache(1, 40)

@@ -89,7 +89,7 @@ def test_swiglu_of_large_gates_stays_finite(backend: str, arch: int, dtype: str)
 
 
 def rotated(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Return heads [.., head_dim] after RMSNorm and RoPE, by the float64 formulas."""
+    """Return heads [.., head_dim] after RMSNorm (if ``weight`` is given) and RoPE, by the float64 formulas."""
     x = x.astype(np.float64)
     if weight is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
@@ -104,7 +104,10 @@ def rotated(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.n
 def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
     backend: str, arch: int, dtype: str, head_dim: int, norm: bool, steps: int
 ) -> None:
-    """A full sequence writes nothing, and no other key or value of the cache changes."""
+    """RoPE and the append to the KV cache use each sequence's own position, and change no other key or value.
+
+    A sequence that fills its cache writes nothing.
+    """
     heads, kv_heads, element = 4, 2, DTYPES[dtype]
     rng = np.random.default_rng(head_dim)
     lengths = np.array([0, 37, CAPACITY - steps, CAPACITY], np.int32)
@@ -155,7 +158,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int
 ) -> None:
-    """Keys and values after the last one are NaN and must have no effect."""
+    """Prompt attention sees only earlier keys of its own sequence: all others hold NaN, which would show."""
     rng = np.random.default_rng(heads + head_dim)
     lengths, element = np.array(LENGTHS, np.int32), DTYPES[dtype]
     b = len(lengths)
@@ -172,7 +175,7 @@ def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     for row in range(m):
         i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
         wanted[row] = attention(q[row], k[i, :, :seen], v[i, :, :seen])
-    check_close(out, wanted, 2 * BOUNDS[dtype])  # Tensor cores also round the probabilities.
+    check_close(out, wanted, 2 * BOUNDS[dtype])  # the kernel on tensor cores also rounds the probabilities to 16 bits
 
 
 def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, Any], **options: bool) -> None:
@@ -201,7 +204,7 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
 def test_decode_attention_covers_the_cache_and_the_new_token(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
-    """There are one split, several splits, and CTAs without keys. Keys and values after the last are NaN.
+    """Decode attention is right with one split of the keys, several, and CTAs without keys; unused keys are NaN.
 
     A full sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another
     order.
@@ -240,14 +243,15 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
             np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
         q = rotated(new_q[i], q_weight, cos[length], sin[length])
         wanted = attention(q, k[i, :, : length + 1], v[i, :, : length + 1])
-        check_close(out[i], wanted, 2 * BOUNDS[dtype])  # Tensor cores also round queries and probabilities.
+        # The kernel on tensor cores also rounds queries and probabilities to 16 bits.
+        check_close(out[i], wanted, 2 * BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("m", "heads", "kv_heads"), [(1, 2, 1), (1, 9, 9), (1, 28, 28), (5, 27, 27)])
 def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, heads: int, kv_heads: int) -> None:
-    """Merge 18 splits, limited by MIN_SPLIT_KEYS, and the 14, 4 and 2 splits for which an H100 has SMs."""
+    """Partial results of many splits of the keys are merged: of 18, or of 14, 4 and 2 that fill an H100."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
     lengths = np.array([capacity - 1, 2 * UNSPLIT_KEYS, 2 * UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)
@@ -263,7 +267,7 @@ def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, he
 
 
 def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
-    """One captured graph serves all lengths, and fills the GPU for one sequence and for many."""
+    """The number of CTAs depends on no sequence length, so one CUDA graph serves all lengths."""
     splits = {(1, 128): 16, (16, 128): 1, (17, 128): 1, (16, 64): 1, (17, 64): 2, (24, 64): 2, (25, 64): 1}
     for (m, head_dim), wanted in splits.items():
         sizes = m, 32, 8, head_dim, 4096, 8 * 4096 * head_dim
@@ -272,7 +276,11 @@ def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
 
 
 def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu() -> None:
-    """A CTA computes up to three blocks of 16 rows; up to four CTAs read the same columns of the weight."""
+    """The last layer's GEMM (dense weights) reads the weight seldom and fills the GPU.
+
+    A CTA computes up to three blocks of 16 rows; up to four CTAs read the same columns of the weight, which L2 then
+    holds.
+    """
     wanted = {1: (1, (1, 132, 1)), 17: (2, (1, 132, 1)), 48: (3, (1, 132, 1)), 64: (2, (2, 66, 1))}
     wanted |= {128: (2, (4, 33, 1)), 129: (2, (3, 44, 2))}
     for m, found in wanted.items():
@@ -330,7 +338,7 @@ def check_dense_gemm(backend: str, arch: int, dtype: str, m: int, n: int, k: int
     [
         *((1, 50, 96, 32), (1, 50, 96, 16), (17, 33, 64, 16), (16, 20, 4640, 32), (16, 20, 4640, 16)),
         *((3, 1100, 544, 32), (3, 1100, 544, 16)),
-        (2, 40, 208, 16),  # K is no multiple of 32, which takes another kernel
+        (2, 40, 208, 16),  # K is no multiple of 32, so another kernel is used
     ],
 )
 def test_dense_gemm_of_8_bit_codes_multiplies_the_rounded_weight(
@@ -347,7 +355,7 @@ def test_dense_gemm_of_8_bit_codes_multiplies_the_rounded_weight(
         check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + bias, bound)
 
 
-VOCAB = 3001  # An odd size: rows begin at each of the four alignments modulo 16 bytes.
+VOCAB = 3001  # an odd size, so that rows begin at each of the four alignments modulo 16 bytes
 
 
 def chosen_by_kernels(
@@ -359,7 +367,7 @@ def chosen_by_kernels(
     lengths: np.ndarray,
     sm_count: int = 0,
 ) -> np.ndarray:
-    """Return the tokens that the kernels choose; ``seen`` and ``lengths`` are updated in place."""
+    """Return the tokens that the sampling kernels choose; the kernels update ``seen`` and ``lengths`` in place."""
     here, run, m = facts(arch, backend), runner(backend), len(logits)
     here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
     options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
@@ -399,7 +407,10 @@ def chosen_by_kernels(
     ],
 )
 def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
-    """Noise and filters agree, so that a seed gives the same text on every device."""
+    """The sampling kernels choose the tokens that the CPU chooses: noise, penalties and filters agree.
+
+    So a seed gives the same text on every device.
+    """
     rng = np.random.default_rng(8)
     logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
     seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
@@ -418,7 +429,7 @@ def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_equal_logits_infinities_and_nan_are_chosen_by_the_rules(backend: str, arch: int) -> None:
-    """Of equal logits the first is chosen, wherever CTAs divide the vocabulary; NaN gives -1."""
+    """Of equal logits the first one is chosen, wherever CTAs divide the vocabulary; a row with NaN gives token -1."""
     logits = np.zeros((4, VOCAB), np.float32)
     logits[1, [2999, 300, 1700]] = 2
     logits[2] = -np.inf

@@ -49,7 +49,10 @@ def close(found: np.ndarray, wanted: np.ndarray) -> bool:
 @pytest.mark.parametrize("expand_weights", [True, False])
 @pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
 def test_every_model_family_matches_the_float64_formulas(tmp_path: Path, family: str, expand_weights: bool) -> None:
-    """Cover biases, q/k norms, tied and untied heads, experts; weights in float32, or dequantized in each product."""
+    """Logits of the CPU back end agree with float64 formulas for every family, also of mixtures of experts.
+
+    Weights are expanded to float32 once, or dequantized in each product.
+    """
     files = llm.read(llm_models.folder(tmp_path, {**FAMILIES, **EXPERT_FAMILIES}[family]))
     model = build_model(files, NumpyOps(files.config, expand_weights=expand_weights))
     assert close(all_logits(model, IDS), llm_models.forward(files, IDS))
@@ -107,7 +110,7 @@ def test_yarn_keeps_high_frequencies_divides_low_ones_and_scales_attention() -> 
     found, factor = frequencies_of(rope_theta=1e6, rope_scaling=scaling)
     plain = 1e6 ** (-np.arange(64) / 64)
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
-    # By the paper's formula, index 23.6 makes 32 turns in 32768 positions and index 39.7 one turn.
+    # By YaRN's formula, index 23.6 makes 32 turns within 32768 positions, and index 39.7 one turn.
     np.testing.assert_allclose(found[:24], plain[:24])
     np.testing.assert_allclose(found[40:], plain[40:] / 4)
     assert ((found[24:40] < plain[24:40]) & (found[24:40] > plain[24:40] / 4)).all()
@@ -128,7 +131,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, Model]:
 
 
 def test_sequences_of_different_length_in_a_batch_do_not_see_each_other(small: tuple[ModelFiles, Model]) -> None:
-    """A decode step of the batch equals a decode step of each sequence alone."""
+    """A decode step of sequences of different lengths equals a decode step of each sequence alone."""
     _, model = small
     cache = model.ops.make_cache(3, 32)
     prompts = [IDS[:3], IDS[3:12], IDS[12:13]]
@@ -145,7 +148,7 @@ def test_sequences_of_different_length_in_a_batch_do_not_see_each_other(small: t
 def test_logits_after_a_reused_prefix_equal_those_of_an_empty_cache(
     small: tuple[ModelFiles, Model], data: st.DataObject
 ) -> None:
-    """Draw any sequence of prompts that share prefixes."""
+    """A prompt that shares a prefix with the preceding one reuses the cache and has the logits of an empty cache."""
     _, model = small
     cache = model.ops.make_cache(1, 24)
     for _ in range(3):

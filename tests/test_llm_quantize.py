@@ -60,7 +60,7 @@ def sequences(files: llm.ModelFiles) -> list[list[int]]:
 def test_folded_model_gives_the_logits_of_the_original(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folded weights are used without quantization, so that only the folding is tested."""
+    """Folding channel scales into neighboring layers does not change logits; the weights stay unquantized here."""
     config = llm_models.FAMILIES[family]
     files = llm.read(dense_folder(tmp_path / "dense", config, np.float32))
     tensors = load_file(tmp_path / "dense" / "model.safetensors")
@@ -86,7 +86,7 @@ def test_folded_model_gives_the_logits_of_the_original(
     for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16), tunes=False):
         assert layer.output_error < 1e-5
         assert all(error < 1e-9 for _, error in layer.errors.values())
-    assert np.mean(np.array(changes) > 0.001) > 0.7  # the search may leave some layers unscaled
+    assert np.mean(np.array(changes) > 0.001) > 0.7  # the scale search leaves some layers unscaled
     dense_folder(tmp_path / "folded", config)
     save_file(tensors, tmp_path / "folded" / "model.safetensors")
     logits = [all_logits(llm.load(tmp_path / name, device="cpu")) for name in ("dense", "folded")]
@@ -100,7 +100,7 @@ def all_logits(model: llm.LanguageModel) -> np.ndarray:
 
 
 class Unquantized(NamedTuple):
-    """A weight that takes the place of its quantized form."""
+    """A stand-in for a quantized weight that keeps its values."""
 
     w: np.ndarray
 
@@ -199,7 +199,7 @@ def test_ignoring_everything_keeps_the_model(llama: Path, tmp_path: Path) -> Non
 
 
 def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) -> None:
-    short = {**OPTIONS, "samples": 1}  # One sample must also suffice for the round-to-nearest model in the report.
+    short = {**OPTIONS, "samples": 1}  # One sample must suffice for the report's model that is rounded to nearest, too.
     report = llm.quantize(llama, tmp_path / "new", [TEXT[:80]], evaluate=TEXT[:200], **short)
     assert list(report.perplexities) == ["16-bit", "rtn", "result"]
     for name, folder in (("16-bit", llama), ("result", tmp_path / "new")):
@@ -209,7 +209,7 @@ def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) ->
     assert report.perplexities["rtn"] == llm.load(tmp_path / "rtn", device="cpu").score(TEXT[:200]).perplexity
     stored = json.loads((tmp_path / "new" / "quantization_report.json").read_text())
     assert stored["perplexities"] == report.perplexities
-    first, _ = stored["layers"]  # The second layer corrects errors of the first one, so its own error may increase.
+    first, _ = stored["layers"]  # the second layer compensates errors of the first, so its own error may grow
     assert first["output_error"] < first["nearest_output_error"]
     assert stored["memory_bytes"]["cpu"] > 1e6
     lines = (tmp_path / "new" / "quantization_report.txt").read_text().splitlines()
@@ -315,7 +315,7 @@ def test_command_quantizes_a_folder(
     assert main(arguments) == 2
     assert "expected a new or empty folder" in capsys.readouterr().err
     (tmp_path / "texts" / "a.txt").unlink()
-    os.mkfifo(tmp_path / "texts" / "b.txt")  # Reading a pipe without a writer would never end.
+    os.mkfifo(tmp_path / "texts" / "b.txt")  # a pipe that nobody writes to: reading it would never end
     assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
     assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
 

@@ -36,13 +36,10 @@ def load_all(files: ModelFiles) -> None:
     files.load_tokenizer()
 
 
-# GGUF files.
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_4_bit_gguf_weights_carry_over_exactly(tmp_path: Path, kind: str, arch: str) -> None:
-    """Codes, scales and offsets are unchanged, and rows of q and k have Hugging Face's order."""
+    """4-bit GGUF weights keep their codes, scales and offsets; rows of q and k get Hugging Face's order."""
     names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     values = llm_models.gguf_file(tmp_path / "m.gguf", dict.fromkeys(names, kind), arch=arch)
     files = llm.read(tmp_path / "m.gguf")
@@ -78,7 +75,7 @@ def test_a_gguf_model_matches_the_float64_formulas_and_has_its_tokenizer(tmp_pat
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode("a<|im_end|>")[1:] == [258]
-    assert files.stop_ids == (258, 256)  # <|end|> ends a turn, as in llama.cpp
+    assert files.stop_ids == (258, 256)  # <|end|> also ends a turn, as in llama.cpp
     cache = model.ops.make_cache(1, len(ids))
     (hidden,) = model.prefill(cache, 0, ids)
     wanted = llm_models.forward(files, ids)
@@ -97,7 +94,7 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_damaged_gguf_file_raises_one_kind_of_error_and_never_hangs(
     gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """The file is truncated anywhere, or a word of its header is changed, after which it may still be valid."""
+    """A GGUF file that is cut, or has one changed header word, is read or raises CheckpointError, and soon."""
     path = tmp_path_factory.mktemp("damaged") / "m.gguf"
     if data.draw(st.booleans()):
         damaged = gguf_bytes[: data.draw(st.integers(0, len(gguf_bytes) - 1))]
@@ -162,8 +159,8 @@ def test_gguf_metadata_of_another_type_are_refused(tmp_path: Path, changes: dict
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        ("smollm", ["ab", "  ", "1", "2", " ", " ", "ab"]),  # digits are single tokens, and spaces join
-        ("qwen2", ["ab", " ", " ", "1", "2", " ", " ", "ab"]),  # the last of several spaces joins the next word
+        ("smollm", ["ab", "  ", "1", "2", " ", " ", "ab"]),  # digits stay single; adjacent spaces form one piece
+        ("qwen2", ["ab", " ", " ", "1", "2", " ", " ", "ab"]),  # the last of several spaces is left to the next word
         ("llama-bpe", ["ab", " ", " ", "12", " ", " ", "ab"]),
         ("gpt-2", ["ab", " ", " ", "12", " ", " ", "ab"]),
     ],
@@ -189,9 +186,6 @@ def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeyp
         llm.read("tiny")
     llm_models.gguf_file(package / "m.gguf", {})
     assert len(llm.read("tiny").config.layers) == 2
-
-
-# Hugging Face folders.
 
 
 @pytest.mark.parametrize(
@@ -271,9 +265,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         llm.read(tmp_path / "m.bin")
 
 
-# ak48 files.
-
-
 def write_ak48(tmp_path: Path, config: dict[str, Any] = QWEN3, **options: Any) -> Path:
     path = llm_models.folder(tmp_path, config, **options)
     ak48.write(llm.read(path), path / "m.ak48")
@@ -282,7 +273,10 @@ def write_ak48(tmp_path: Path, config: dict[str, Any] = QWEN3, **options: Any) -
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_ak48_file_holds_every_tensor_of_its_folder(tmp_path: Path, tied: bool) -> None:
-    """head_dim is larger than hidden / heads, which the format's first loader reads wrongly."""
+    """An ak48 file holds every tensor of its folder, also if head_dim is larger than hidden / heads.
+
+    The format's first loader reads such files wrongly.
+    """
     path = write_ak48(tmp_path, {**QWEN3, "tie_word_embeddings": tied})
     files, folder = llm.read(path), llm.read(tmp_path)
     assert files.config == folder.config

@@ -40,7 +40,10 @@ GGUF_NAMES = {
 
 
 def chain_tensors(following: Mapping[int, int]) -> dict[str, np.ndarray]:
-    """Return a model whose most likely next token is ``following[token]``: one-hot embeddings and a layer of zeros."""
+    """Return the tensors of a model whose most likely next token is ``following[token]`` (default: the same token).
+
+    It has one-hot embeddings, a head that maps them, and a decoder layer of zeros.
+    """
     head = np.zeros((VOCAB, VOCAB), np.float16)
     for i in range(VOCAB):
         head[following.get(i, i), i] = 1
@@ -110,7 +113,10 @@ def ids_of(inner: Any, text: str) -> list[int]:
 
 
 def test_a_model_stops_at_the_token_that_its_tokenizer_names(tmp_path: Path) -> None:
-    """QwenLM/Qwen3 #927, huggingface/open-r1 #663: config.json still names the base model's token."""
+    """If config.json still names the base model's stop token, the tokenizer's own end token stops the text.
+
+    Reported as QwenLM/Qwen3 #927 and huggingface/open-r1 #663.
+    """
     inner = llm_models.tokenizer()
     (newline,), (a,) = ids_of(inner, "\n"), ids_of(inner, "A")
     end = inner.token_to_id("<|im_end|>")
@@ -125,7 +131,10 @@ def test_a_model_stops_at_the_token_that_its_tokenizer_names(tmp_path: Path) -> 
 @pytest.mark.parametrize("pre", ["llama-bpe", "deepseek-r1-qwen"])
 @pytest.mark.parametrize("end", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>"])
 def test_a_gguf_model_stops_at_the_end_of_a_turn(tmp_path: Path, pre: str, end: str) -> None:
-    """ggml-org/llama.cpp #6772, #11341, ollama/ollama #3759: the file names only the end of the text."""
+    """A GGUF chat model stops at the end of a turn though the file names only the token that ends a text.
+
+    Reported as ggml-org/llama.cpp #6772 and #11341, and ollama/ollama #3759.
+    """
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "<|end_of_text|>", end]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens) - 1)] + ["ab"]
@@ -153,7 +162,10 @@ def sentence_piece() -> Any:
 
 
 def test_an_answer_goes_on_after_bytes_that_are_no_text(tmp_path: Path) -> None:
-    """vllm-project/vllm #17448, huggingface/tokenizers #1705: a character, a stray byte, then text."""
+    """A stray byte between valid characters does not end the text or delay what follows.
+
+    Reported as vllm-project/vllm #17448 and huggingface/tokenizers #1705.
+    """
     inner = sentence_piece()
     i, ok = inner.token_to_id("i"), inner.token_to_id("\u2581ok")
     following = {i: 3 + 0xC3, 3 + 0xC3: 3 + 0xA9, 3 + 0xA9: 3 + 0xF0, 3 + 0xF0: ok, ok: 2}
@@ -185,7 +197,10 @@ def test_a_character_that_is_cut_by_the_limit_is_a_replacement_character(tmp_pat
 
 
 def test_a_token_that_the_tokenizer_does_not_have_has_no_text(tmp_path: Path) -> None:
-    """NVIDIA-NeMo/RL #237: the embedding table has more rows than the tokenizer has tokens."""
+    """A token id beyond the tokenizer's vocabulary, which the embedding table has, gives no text and no error.
+
+    Reported as NVIDIA-NeMo/RL #237.
+    """
     inner = llm_models.tokenizer()
     (newline,), (a,) = ids_of(inner, "\n"), ids_of(inner, "A")
     folder = chain_folder(tmp_path / "m", inner, {newline: 400, 400: a, a: 258})
@@ -231,7 +246,10 @@ def test_activations_beyond_float16_are_finite_or_an_error(tmp_path: Path, up: f
 def test_variables_of_the_template_reach_it_from_every_entrance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """QwenLM/Qwen3 #1286, abetlen/llama-cpp-python #2063: enable_thinking."""
+    """Variables of a chat template, such as enable_thinking, reach it from Python, the command line and the server.
+
+    Reported as QwenLM/Qwen3 #1286 and abetlen/llama-cpp-python #2063.
+    """
     inner = llm_models.tokenizer()
     (yes,), (no,), (other,) = ids_of(inner, "y"), ids_of(inner, "n"), ids_of(inner, "o")
     template = "{% if enable_thinking is not defined %}y{% elif enable_thinking is false %}n{% else %}o{% endif %}"

@@ -16,7 +16,7 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
 
 def drawn(sampling: dict[str, Any], count: int, logits: np.ndarray = LOGITS) -> np.ndarray:
-    """Return the share of draws in which each token is chosen."""
+    """Return the share of ``count`` draws with one seed in which each token is chosen."""
     seen = np.zeros(len(logits), bool)
     chosen = [choose_token(logits, Sampling(**sampling), seen=seen, sequence=0, position=i) for i in range(count)]
     return np.bincount(chosen, minlength=len(logits)) / count
@@ -35,7 +35,7 @@ def drawn(sampling: dict[str, Any], count: int, logits: np.ndarray = LOGITS) -> 
     ],
 )
 def test_tokens_are_drawn_with_their_probability(sampling: dict[str, Any], wanted: list[float]) -> None:
-    """Of 4000 draws, each share is within 4 standard deviations, and exactly 0 for filtered tokens."""
+    """In 4000 draws a token's share is within 4 standard deviations of its probability, and 0 if filtered out."""
     found, p = drawn({"temperature": 1.0, "seed": 5, **sampling}, 4000), np.array(wanted) / sum(wanted)
     assert (np.abs(found - p) <= 4 * np.sqrt(p * (1 - p) / 4000)).all()
     assert (found[p == 0] == 0).all()

@@ -28,7 +28,7 @@ SPACE = "▁"
 
 
 def metadata(**changes: Any) -> dict[str, Any]:
-    """Return the recorded metadata with arrays as a GGUF reader returns them; ``changes`` replace fields."""
+    """Return the recorded metadata of a GGUF file, with arrays as a reader returns them; ``changes`` replace fields."""
     fields = {**RECORDED["fields"], **{PREFIX + key: value for key, value in changes.items()}}
     for key, dtype in (("scores", np.float32), ("token_type", np.int32)):
         if isinstance(fields[PREFIX + key], list):
@@ -47,13 +47,16 @@ def test_ids_and_texts_are_those_of_sentencepiece(
 ) -> None:
     assert tokenizer.encode(text, add_special_tokens=False, special_tokens=False) == ids
     assert tokenizer.decode(ids) == decoded
-    assert tokenizer.encode(text, special_tokens=False) == [1, *ids]  # The token BOS is added by default.
+    assert tokenizer.encode(text, special_tokens=False) == [1, *ids]  # by default the token BOS (1) comes first
     stream = tokenizer.stream()
     assert "".join(stream.step(i) for i in ids) == decoded.removesuffix("�")
 
 
 def merge(text: str, vocabulary: dict[str, int], scores: list[float]) -> list[str]:
-    """Return the pieces of a text, whose best pair of neighbors, the first of equal ones, is merged repeatedly."""
+    """Return the pieces of a text by plain BPE: merge the neighbors whose piece has the best score, again and again.
+
+    Of equal scores the first pair is merged.
+    """
     pieces = list(text)
     while True:
         joined = [

@@ -29,7 +29,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_step_bytes_count_all_weights_keys_and_values_of_a_decode_step() -> None:
-    """A quantized value takes 0.5 bytes, plus 5/256 for scales and zero points."""
+    """The bytes of a decode step are those of all weights, keys and values; a quantized weight has 0.5 bytes and 5/256.
+
+    5/256 bytes are its part of a scale and a zero point.
+    """
     one, three = speed.measure("tiny", batches=(1, 3), prompt_tokens=10, steps=4, index=-1)
     values = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
     weights = values // 2 + values // 128 * 5 // 2 + 2 * 1000 * 256

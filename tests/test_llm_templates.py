@@ -28,9 +28,6 @@ def render(template: str, content: str = "hi") -> str:
     return chat_template.render(template, [{"role": "user", "content": content}], {}, "m.gguf")
 
 
-# Forged turns.
-
-
 def count_special(model: LanguageModel, ids: list[int]) -> int:
     return sum(i >= 256 for i in ids)
 
@@ -145,9 +142,6 @@ def test_a_template_that_repeats_or_cuts_a_masked_text_still_renders() -> None:
     assert tokenizer.decode(ids).startswith("<|end|>x<|end|>x|")
 
 
-# Templates.
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -211,9 +205,6 @@ def test_a_long_conversation_is_within_the_limits() -> None:
     text = chat_template.render(template, messages, {}, "m.gguf")
     assert len(text) > 2_000_000
     assert time.process_time() - began < 10
-
-
-# Tokenizers.
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
@@ -282,16 +273,13 @@ def test_text_that_is_no_unicode_is_encoded_with_replacements(model: LanguageMod
     assert model.tokenizer.decode(model.encode("a\ud800b", raw=True)) == "a?b"
 
 
-# Sampling and chats.
-
-
 def test_a_tiny_temperature_takes_the_most_likely_token() -> None:
     import numpy as np
 
     logits = np.array([0.0, 80.0, 79.0], np.float32)
     for temperature in (5e-324, 1e-300, 1e-45, 1e-38, GREEDY_BELOW / 2):
         sampling = Sampling(temperature=temperature, top_k=2, top_p=0.5, min_p=0.1)
-        assert sampling.temperature == 0  # every back end takes temperature 0 as greedy
+        assert sampling.temperature == 0  # all back ends take temperature 0 as greedy
         assert choose_token(logits, sampling, seen=np.zeros(3, bool), sequence=0, position=0) == 1
     sampling = Sampling(temperature=GREEDY_BELOW, top_p=0.9)
     assert choose_token(logits, sampling, seen=np.zeros(3, bool), sequence=0, position=0) == 1
@@ -359,7 +347,7 @@ def test_a_capacity_of_0_is_refused_and_not_taken_for_the_default(model: Languag
 
 
 def test_the_tokenizers_library_still_panics_where_the_guard_is_needed() -> None:
-    """A panic is not an Exception, so only a guard for BaseException catches it."""
+    """A Rust panic in the tokenizers library is still a BaseException, so the guard must catch these."""
     inner = llm_models.tokenizer()
     inner.enable_truncation(3, stride=0)
     table = json.loads(inner.to_str())

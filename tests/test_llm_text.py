@@ -33,9 +33,6 @@ from tests import llm_models
 PROMPTS = ["Hello", "Why is the sky blue?", "é"]
 
 
-# Generation.
-
-
 def test_a_batch_generates_what_each_prompt_generates_alone(model: LanguageModel) -> None:
     pieces = [""] * 3
 
@@ -97,7 +94,7 @@ def test_a_stop_string_that_is_a_special_token_ends_a_text(path: Path) -> None:
 
 
 class CharacterStream:
-    """A decode stream whose tokens are single characters."""
+    """A stand-in for a detokenizer whose tokens are single characters."""
 
     def step(self, token: int) -> str:
         return chr(token)
@@ -114,7 +111,7 @@ def test_a_stop_string_ends_the_text_even_if_tokens_split_it(text: str, stop: li
         if detokenizer.stopped:
             break
     out += detokenizer.flush()
-    # The stop string that is completed first ends the text, which is cut where that string begins.
+    # The stop string that is completed first ends the text, which is cut before that string's first character.
     ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
     last = min(end for end, _ in ends) if ends else 0
     assert detokenizer.stopped == bool(ends)
@@ -141,7 +138,7 @@ def test_invalid_arguments_of_generate_are_refused(
 def test_the_models_gpu_is_current_during_its_work_and_never_during_the_callers(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = 0  # The current GPU is number 0, and the model is on number 1.
+    here = 0  # the current GPU is number 0, but the model is on number 1
 
     @contextlib.contextmanager
     def on(index: int) -> Iterator[None]:
@@ -185,9 +182,6 @@ def test_an_answer_ends_at_the_end_of_the_context(model: LanguageModel) -> None:
     assert (len(completion.tokens), completion.reason) == (6, "length")
 
 
-# Templates.
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -217,9 +211,6 @@ def test_chat_templates_may_use_break_tojson_strftime_and_special_tokens() -> No
     tokenizer = Tokenizer(llm_models.tokenizer(), template, {"bos_token": "<s>"})
     ids = tokenizer.encode_chat([{"role": "user", "content": "<é>"}, {"role": "user", "content": "no"}])
     assert tokenizer.decode(ids) == '<s>{"role": "user", "content": "<é>"}4'
-
-
-# Chats.
 
 
 def said(chat: llm.Chat, text: str, **options: Any) -> str:
@@ -284,9 +275,6 @@ def test_a_message_beyond_the_capacity_is_refused_and_the_conversation_stays(mod
         model.chat(capacity=257)
 
 
-# Scores.
-
-
 def test_a_score_is_the_sum_of_log_probabilities(model: LanguageModel, path: Path) -> None:
     text = "The sky is blue because of scattering."
     ids = model.tokenizer.encode(text)
@@ -300,7 +288,10 @@ def test_a_score_is_the_sum_of_log_probabilities(model: LanguageModel, path: Pat
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(model: LanguageModel) -> None:
-    """Each token is scored once: 600 tokens are windows of 256, 256 and 90 that overlap by one."""
+    """A text that is longer than the context of 256 tokens is scored in windows that overlap by one token.
+
+    Each token is scored once: 600 tokens are windows of 256, 256 and 90.
+    """
     text = "abcdefghij" * 60
     parts = [text[0:256], text[255:511], text[510:600]]
     scores = [model.score(part) for part in parts]
@@ -312,9 +303,6 @@ def test_a_text_longer_than_the_context_is_scored_in_windows(model: LanguageMode
 def test_a_score_of_a_text_of_one_token_is_refused(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="text: expected at least 2 tokens, got 1"):
         model.score("x")
-
-
-# Commands.
 
 
 def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
@@ -374,7 +362,7 @@ def test_the_score_command_prints_the_perplexity(
     assert (row["tokens"], row["log_likelihood"]) == (score.tokens, score.log_likelihood)
     assert row["perplexity"] == score.perplexity
     missing = run(capsys, ["score", str(path), "nothing", str(tmp_path / "text.txt"), "--device", "cpu"])
-    assert missing[:2] == (2, "")  # before the first model is scored
+    assert missing[:2] == (2, "")  # the missing file is reported before the first model is scored
 
 
 def test_the_convert_command_writes_a_file_that_generates_the_same_text(

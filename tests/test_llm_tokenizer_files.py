@@ -26,14 +26,12 @@ def token(text: str, **flags: bool) -> dict[str, Any]:
 
 
 def write(folder: Path, **tables: Any) -> Path:
-    """Write files of a folder, by name without the suffix .json, beside the tokenizer of the tests."""
+    """Write JSON files into a folder, each named by its argument, and the tokenizer of the tests."""
     llm_models.tokenizer().save(str(folder / "tokenizer.json"))
     for name, table in tables.items():
         (folder / f"{name}.json").write_text(json.dumps(table))
     return folder
 
-
-# Added and special tokens
 
 DECODER = {"259": token("<new>"), "260": token("<tool>", special=False)}
 
@@ -74,7 +72,7 @@ def test_malformed_added_tokens_are_refused(tmp_path: Path, tables: dict[str, An
 
 
 def test_a_token_that_a_file_calls_special_is_special(tmp_path: Path) -> None:
-    """The vocabulary has it as an ordinary token."""
+    """A token that special_tokens_map.json lists is special, even if tokenizer.json has it as an ordinary token."""
     tokenizer = hugging_face.load_tokenizer(write(tmp_path, special_tokens_map={"pad_token": {"content": "!"}}))
     assert tokenizer.special_ids["!"] == llm_models.tokenizer().token_to_id("!")
     assert tokenizer.decode(tokenizer.encode("a!")) == "a"
@@ -107,9 +105,6 @@ def test_the_file_of_the_template_is_named_in_its_errors(tmp_path: Path) -> None
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: chat template: .* got its error: no"):
         hugging_face.load_tokenizer(folder).encode_chat(USER)
-
-
-# Stop tokens
 
 
 @pytest.mark.parametrize(
@@ -166,9 +161,6 @@ def test_tokens_that_end_a_part_of_an_answer_are_no_stop_tokens() -> None:
     tokens = ["<|end|>", "<|return|>", "<|call|>", "</s>", "<|tool_response>"]
     assert gguf_tokenizer.list_stop_ids({"tokenizer.ggml.tokens": tokens}) == (1, 2, 4)
     assert gguf_tokenizer.list_stop_ids({"tokenizer.ggml.tokens": tokens[:1] + tokens[3:4]}) == (0, 1)
-
-
-# Pre-tokenizers of GGUF files
 
 
 def gguf_metadata(pre: str, **fields: Any) -> dict[str, Any]:

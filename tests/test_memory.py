@@ -36,14 +36,14 @@ from tests.products import put, tensors
 from tests.tools import soak
 
 Failing = Callable[[int], AbstractContextManager[Any]]
-"""A context in which allocation number n raises MemoryError."""
+"""The type of a function that returns a context in which allocation number n raises MemoryError."""
 
 ROWS = (1, 3, 40, 300)
 
 
 @contextmanager
 def failing_numpy(n: int) -> Iterator[None]:
-    """Let call number n of NumPy's allocating functions fail."""
+    """Let the n-th call of NumPy's allocating functions fail in the context."""
     count = itertools.count()
 
     def limited(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def failing_numpy(n: int) -> Iterator[None]:
 
 @contextmanager
 def failing_cupy(n: int) -> Iterator[None]:
-    """Let request number n for device memory fail as on a full GPU: for an array, a kernel, a stream, ..."""
+    """Let the n-th request for device memory fail as on a full GPU: for an array, a kernel, a stream, an event, ..."""
     import cupy
     from cuda.bindings import driver
 
@@ -87,13 +87,13 @@ def failing_cupy(n: int) -> Iterator[None]:
         return cupy.cuda.runtime.CUDARuntimeError(out_of_memory.value)
 
     class Pool:
-        """A memory pool, which a language model makes for its decode steps."""
+        """A memory pool of CuPy whose allocations may fail; a language model has one for its decode steps."""
 
         def __init__(self) -> None:
             self.malloc = limited(cupy_pool().malloc, array_error)
 
     class RawModule:
-        """A module of which loading may fail; CuPy loads it when a function is requested."""
+        """A module of CuPy whose loading may fail; CuPy loads it when a function is requested."""
 
         def __init__(self, *, path: str) -> None:
             get_function = cupy_module(path=path).get_function
@@ -196,7 +196,7 @@ def test_a_language_model_on_the_cpu_generates_after_any_allocation_that_fails(t
 
 
 def test_threads_that_share_layers_get_the_bits_of_one_thread() -> None:
-    """Run the soak tool for a second; by hand it runs for minutes."""
+    """The soak tool finds no wrong result and no growth of memory in one second; by hand it runs for minutes."""
     run = soak.Soak(HOST, failures=0)
     run.run(threads=2, seconds=1)
     assert run.faults == []
@@ -241,7 +241,7 @@ def _fail_generation(
 def test_exhausted_gpu_memory_is_one_error_of_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tested texts are those that CuPy 14 and its libraries raise."""
+    """Each error that CuPy 14 and its libraries raise without memory ends a command with one line on stderr."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -336,13 +336,16 @@ def test_a_binary_that_the_driver_refuses_is_an_error(loading: SimpleNamespace) 
 
 
 def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for CuPy and the driver have no room for the first module, function attribute and workspace."""
+    """A kernel whose loading failed for lack of GPU memory is loaded by the next call.
+
+    Stand-ins for CuPy and the driver have no room for the first module, function attribute and workspace.
+    """
     from cuda.bindings import driver
 
     failures, limits = ["module", "attribute", "workspace"], []
 
     class CUDADriverError(RuntimeError):
-        """The error of CuPy's binding of the driver, which needs a driver."""
+        """A stand-in for the error of CuPy's driver binding, whose constructor needs a driver."""
 
     class RawModule:
         def __init__(self, *, path: str) -> None:
