@@ -28,14 +28,14 @@ FAMILY = FAMILIES["gemm_mma_fragments"]
 
 
 def scaled(problem: Problem) -> Problem:
-    """Return the problem with the range of the scales that `check_matmul` draws for it."""
+    """Return the problem with the range of scales that `check_matmul` draws, on which kernels depend."""
     bounds = (np.array([1.5, 0.5]) / (8 * np.sqrt(problem.k))).astype(DTYPES[problem.scales_dtype]).astype(float)
     exponent, wide = scale_range(*bounds, max_exponent=15)
     return replace(problem, scale_exponent=exponent, wide_scales=wide)
 
 
 def few_sms(arch: int, backend: str, sms: int) -> device.Device:
-    """Return the device with so few SMs that small problems have several waves and stream-K."""
+    """Return the device with ``sms`` SMs: so few that small problems have more tiles than CTAs, and use stream-K."""
     return replace(facts(arch, backend), sm_count=sms)
 
 
@@ -60,7 +60,7 @@ def test_any_problem(backend: str, data: st.DataObject) -> None:
 @given(data=st.data())
 @few_examples
 def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
-    """The residual add and the RMSNorm of a decoder layer, with and without stream-K."""
+    """GEMMs that are fused with the residual add or the RMSNorm of a decoder layer are right, also with stream-K."""
     problem, arch = any_fused_problem(data), data.draw(st.sampled_from(ARCHS))
     if arch == 75:
         problem = replace(problem, dtype="float16")
@@ -70,7 +70,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
 
 
 def tile(config: GemmFragmentsConfig) -> tuple[object, ...]:
-    """Return the fields of a configuration without the division of the work."""
+    """Return the fields of a configuration that describe its tile, without those that divide the work among CTAs."""
     return tuple(vars(replace(config, ctas=0, stream_k_units=0, stream_k_ctas=0)).values())
 
 
@@ -91,7 +91,10 @@ def tile(config: GemmFragmentsConfig) -> tuple[object, ...]:
     ],
 )
 def test_every_tile(backend: str, arch: int, m: int, k: int, dtype: str) -> None:
-    """Each layout of warps once, with stream-K where it is legal; K ends within a weight tile, and rings wrap."""
+    """Each layout of warps is right once, with stream-K where it is legal.
+
+    K ends within a weight tile (128 k), and the ring of stages is used more than once.
+    """
     problem = scaled(Problem(m, 200, k, 64, dtype, layouts=(AWQ, FRAGMENTS)))
     here = few_sms(arch, backend, 3)
     configs = {tile(config): config for config in FAMILY.configs(problem, here)}
@@ -107,7 +110,7 @@ def test_every_tile(backend: str, arch: int, m: int, k: int, dtype: str) -> None
     [(3, 2, 3), (3, 2, 7), (20, 2, 5), (40, 2, 9), pytest.param(100, 3, 4, marks=pytest.mark.slow)],
 )
 def test_ctas_that_share_tiles(backend: str, m: int, units: int, ctas: int) -> None:
-    """Shares that begin and end anywhere, tiles of up to five CTAs, and CTAs that compute two tiles."""
+    """Stream-K is right where CTAs' shares begin and end anywhere, and up to five CTAs share a tile."""
     problem = scaled(Problem(m, 256, 1152, 128, layouts=(AWQ, FRAGMENTS)))
     here = few_sms(80, backend, 8)
     for config in {config.math: config for config in FAMILY.configs(problem, here)}.values():

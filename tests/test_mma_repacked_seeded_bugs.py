@@ -14,9 +14,12 @@ from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caugh
 MAIN, REDUCE = "gemm/gemm_mma_fragments.cu", "common/reduce.cuh"
 LOOP, COPIES, EPILOGUE = (f"gemm/gemm_mma_fragments_{part}.cuh" for part in ("mainloop", "copies", "epilogue"))
 FEW = Problem(3, 104, 1088, 32, layouts=(AWQ, FRAGMENTS))
-"""Warps that share no stage: three k tiles per slice, K ends within a weight tile, four groups per weight tile."""
+"""Few rows: each warp has stages of its own and three k tiles (128 k each), and K ends within a weight tile.
+
+A weight tile has four groups.
+"""
 MANY = Problem(40, 232, 704, 64, scale_exponent=9, layouts=(AWQ, FRAGMENTS))
-"""Two slices of four warps each, which share their stages; the last tile is partly empty."""
+"""More rows: two slices of K with four warps each, which share their stages; the last tile is partly empty."""
 FEW_CONFIG: dict[str, Any] = {
     "x_rows": 4,
     "weight_tiles": 1,
@@ -35,28 +38,28 @@ SHARED_CONFIG = {**MANY_CONFIG, "ctas": 5, "stream_k_units": 2, "stream_k_ctas":
 
 
 def few(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
-    """Return a bug in a launch with few rows."""
+    """Return a bug to plant in a launch with few rows, in which warps share no stage."""
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, FEW, FEW_CONFIG)
 
 
 def many(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
-    """Return a bug in a launch whose warps share stages."""
+    """Return a bug to plant in a launch whose warps share stages."""
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, MANY, MANY_CONFIG)
 
 
 def shared(old: str, new: str, caught: tuple[str, str], file: str = EPILOGUE) -> Seed:
-    """Return a bug in a launch whose CTAs share tiles."""
+    """Return a bug to plant in a launch in which CTAs share tiles and add up partial sums (stream-K)."""
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, MANY, SHARED_CONFIG)
 
 
 def fused(old: str, new: str, caught: tuple[str, str], role: Literal["add_to_stream", "rms_norm_x"]) -> Seed:
-    """Return a bug in a launch that is fused with a part of a decoder layer."""
+    """Return a bug to plant in a launch that is fused with the residual add or RMSNorm of a decoder layer."""
     problem = replace(FEW, layouts=(FRAGMENTS,), fusion=Fusion(role))
     return Seed("gemm_mma_fragments", 80, EPILOGUE, old, new, caught, problem, FEW_CONFIG)
 
 
 def staged(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
-    """Return a bug in a launch whose threads copy through registers."""
+    """Return a bug to plant in a launch for sm_75, where threads copy through registers to shared memory."""
     return Seed("gemm_mma_fragments", 75, file, old, new, caught, MANY, STAGED_CONFIG)
 
 

@@ -54,7 +54,7 @@ def copying(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Calla
 
 
 def names_and_secrets(folder: Path) -> list[str]:
-    """Return the names of the files of a folder; fail if a file holds the secret."""
+    """Return the names of a folder's files; fail if one is a link or holds SECRET, which lies outside of the folder."""
     for file in folder.rglob("*"):
         assert not file.is_symlink()
         assert file.is_dir() or SECRET not in file.read_bytes()
@@ -135,7 +135,7 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path, depth: str) -> Non
         "tokenizer_config.json",
     ]
     outside = tmp_path / "elsewhere"
-    blobs.rename(outside)  # a link in the place of blobs must not lead elsewhere
+    blobs.rename(outside)  # the folder of blobs is replaced by a link that leads elsewhere
     blobs.symlink_to(outside)
     with pytest.raises(CheckpointError, match="got a link that leads out of it"):
         convert(str(snapshot), tmp_path / "again", "gptq")
@@ -143,12 +143,12 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path, depth: str) -> Non
 
 def test_pipes_devices_and_huge_files_are_not_copied(copying: tuple[Path, Callable[[], Path]]) -> None:
     folder, run = copying
-    os.mkfifo(folder / "merges.txt")  # reading it would never end
+    os.mkfifo(folder / "merges.txt")  # a pipe that nobody writes to: reading it would never end
     with pytest.raises(CheckpointError, match=r"merges\.txt: expected a regular file, got another kind"):
         run()
     (folder / "merges.txt").unlink()
     with open(folder / "merges.txt", "wb") as file:
-        file.truncate(200 << 30)  # a sparse file
+        file.truncate(200 << 30)  # a sparse file of 200 GiB
     with pytest.raises(CheckpointError, match=r"merges\.txt: expected at most 100000000 bytes, got 214748364800"):
         run()
     assert not (folder.parent / "out").exists()
@@ -184,7 +184,8 @@ def test_a_converted_file_is_as_private_as_its_source(tmp_path: Path, name: str)
     convert(str(folder), tmp_path / name, name[2:])
     assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     (folder / "model.safetensors").chmod(0o644)
-    convert(str(folder), tmp_path / name, name[2:], force=True)  # the file that it replaces was private
+    # The file that is replaced was private, so the new one must be, too.
+    convert(str(folder), tmp_path / name, name[2:], force=True)
     assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
@@ -200,7 +201,7 @@ def test_convert_replaces_a_file_only_with_force(tmp_path: Path, name: str, caps
 
 
 def test_convert_refuses_a_result_that_would_not_be_read_as_its_source(tmp_path: Path) -> None:
-    """Tensors whose names clash or change their meaning in the other format."""
+    """A conversion is refused if tensor names would clash, or mean something else, in the other format."""
     folder = make_model(tmp_path / "in", llm_models.QWEN3, 32)
     tensors = load_file(folder / "model.safetensors")
     dense = np.ones((64, 64), np.float16)
@@ -319,7 +320,7 @@ def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
     llm_models.gguf_file(tmp_path / "m.Q4_1.gguf", {})
     (tmp_path / "mmproj-m-f16.gguf").write_bytes(b"GGUF")
     (tmp_path / "README.md").write_text("x")
-    (tmp_path / "config.json").write_text("{}")  # some repositories have one
+    (tmp_path / "config.json").write_text("{}")  # some repositories of GGUF files have a config.json
     assert llm.load(tmp_path, device="cpu").score(TEXT[:50]).tokens == 49
     assert list(checkpoint.read(tmp_path)) == list(checkpoint.read(tmp_path / "m.Q4_1.gguf"))
     shutil.copy(tmp_path / "m.Q4_1.gguf", tmp_path / "m.Q8_0.gguf")
@@ -351,7 +352,7 @@ def test_quantize_names_the_tensor_with_nan(tmp_path: Path, name: str, value: fl
 
 
 def test_the_list_of_copied_files_holds_what_models_load(tmp_path: Path) -> None:
-    """The names that the readers of this package open are all copied."""
+    """Every file that this package's readers open by name is copied to a converted folder, and nothing executable."""
     needed = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert needed <= set(model_folder.COPIED)
     wrong: dict[str, Any] = {name: name for name in model_folder.COPIED if "/" in name or name.endswith(".py")}

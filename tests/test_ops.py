@@ -113,7 +113,7 @@ def test_gemm_takes_a_packed_weight_for_its_three_tensors() -> None:
 
 
 def test_x_is_validated_once_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call of `validate_product` per product, and one of `validate_weight` for tensors."""
+    """A call validates x once and a weight's tensors once: twice would cost time, never would admit wrong arguments."""
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     layer = cupy_awq.AwqLinear(weight)
     x, out = random_activations(np.random.default_rng(1), 3, 64), np.empty((3, 32), np.float16)
@@ -219,7 +219,7 @@ def test_no_rows_give_no_rows() -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("entry", "values"), [("s4_to_fp16x2", 8), ("int8_to_fp16", 4)])
 def test_conversion_kernels(backend: str, arch: int, aligned: bool, entry: str, values: int) -> None:
-    """Cover both code paths, a partly empty last CTA, and a result that is not aligned to 16 bytes."""
+    """Both code paths of the conversion kernels are right, with a partly empty last CTA and an unaligned result."""
     facts = device.nominal(arch)
     words = np.random.default_rng(0).integers(-(2**31), 2**31, 700).astype(np.int32)
     base = np.full(700 * values + 1, np.nan, np.float16)

@@ -17,16 +17,16 @@ from cupy_awq.tools.testing import random_weight
 
 K, N, M = 64, 32, 3
 MEMORY = np.zeros(1 << 14, np.uint8)
-"""The memory of the weights and of the results that overlap them."""
+"""The memory in which the tests place weights, and results that overlap them."""
 
 
 def at(offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an array in MEMORY."""
+    """Return an array that begins ``offset`` bytes into MEMORY."""
     return np.ndarray(shape, dtype, MEMORY.data, offset)
 
 
 def packed() -> PackedWeight:
-    """Return a weight in MEMORY: codes at 0, scales at 1024, zero points at 1280."""
+    """Return a 4-bit weight in MEMORY: codes at byte 0, scales at byte 1024, zero points at byte 1280."""
     weight = random_weight(np.random.default_rng(0), K, N, 16)
     arrays = at(0, (K, N // 8), np.int32), at(1024, (4, N), np.float16), at(1280, (4, N // 8), np.int32)
     for a, values in zip(arrays, (weight.qweight, weight.scales, weight.qzeros), strict=True):
@@ -35,7 +35,7 @@ def packed() -> PackedWeight:
 
 
 def block() -> BlockQuantizedWeight:
-    """Return a weight of 8 bits in MEMORY: codes at 0, scales at 2048."""
+    """Return an 8-bit block-quantized weight in MEMORY: codes at byte 0, scales at byte 2048."""
     return BlockQuantizedWeight(at(0, (N, 1, 1, K), np.uint8), at(2048, (N, 2), np.float16), None, bits=8)
 
 
@@ -100,7 +100,10 @@ def test_the_message_names_the_array_and_touching_arrays_do_not_overlap() -> Non
 
 
 def test_an_array_has_shared_elements_if_its_strides_say_so() -> None:
-    """Against the addresses of all elements: never a wrong False, and no True for a view that indexing can make."""
+    """`has_shared_elements` never says False wrongly, and says True for no view that indexing can make.
+
+    It is compared with the addresses of all elements, for many strides.
+    """
     base = np.zeros(400, np.int16)
     for shape in itertools.product((1, 2, 3), repeat=3):
         for steps in itertools.product((-4, 0, 2, 6), repeat=3):

@@ -64,7 +64,7 @@ def test_int8_order_is_the_one_of_the_byte_permute() -> None:
     assert packing.unpack_int8(word).tolist() == values.tolist()
     pool = word.tobytes() + bytes.fromhex("64646464")
     halves = b"".join(bytes(pool[selector >> 4 * i & 7] for i in range(4)) for selector in (0x5250, 0x5351))
-    # 1152 = 1024 + 128 removes the bias of float16's exponent and that of the codes.
+    # Bytes 0x64 make halves of the value 1024 + byte, and a byte is a code + 128: subtract 1152.
     floats = np.frombuffer(halves, np.float16) - np.float16(1152)
     assert [f"{bits:04x}" for bits in floats.view(np.uint16)] == golden["out_fp16_hex"]
 
@@ -82,7 +82,7 @@ def shapes(multiple: int) -> st.SearchStrategy[tuple[int, ...]]:
 @given(st.data(), st.sampled_from([1, 2, -1]))
 def test_int4_round_trip_at_any_shape_and_stride(data: st.DataObject, step: int) -> None:
     codes = data.draw(hnp.arrays(np.uint8, shapes(8), elements=st.integers(0, 15)))
-    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # A step of -1 reverses the columns.
+    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # a step of -1 reverses the columns
     words = packing.pack_int4(strided)
     assert words.dtype == np.int32
     assert words.shape == (*codes.shape[:-1], codes.shape[-1] // 8)

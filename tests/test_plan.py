@@ -100,7 +100,10 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 
 def constant(plan: cupy_awq.Plan) -> int | None:
-    """Return whether the kernel may read the weight before preceding kernels finish; None if no such kernel exists."""
+    """Return the constant MAY_PREFETCH_WEIGHTS of a plan's kernel, or None if the kernel has none.
+
+    1 allows the kernel to read the weight before the preceding kernel finishes.
+    """
     return dict(plan._prepared._launcher.plan.kernel.defines).get("MAY_PREFETCH_WEIGHTS")
 
 
@@ -126,7 +129,10 @@ def test_only_plans_prefetch_the_weight_before_the_preceding_kernel_finishes() -
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64])
 def test_a_plan_waits_for_the_kernels_that_write_its_weight(m: int) -> None:
-    """Launches of the plan may read the weight before preceding kernels finish (PDL)."""
+    """Creating a plan waits for the kernels that write its weight.
+
+    Its launches may read the weight before preceding kernels finish (PDL), so they could read it unwritten.
+    """
     import cupy
 
     rng = np.random.default_rng(0)
@@ -172,7 +178,10 @@ def test_a_plan_that_is_made_during_a_capture() -> None:
 
 @pytest.mark.gpu
 def test_functions_whose_first_call_is_captured() -> None:
-    """The first call allocates and zeroes workspaces outside of the graph."""
+    """A function whose first call is captured allocates and zeroes its workspace outside of the graph.
+
+    Otherwise the graph would zero it at each replay, or use memory that others get.
+    """
     import cupy
 
     rng = np.random.default_rng(0)
@@ -180,11 +189,11 @@ def test_functions_whose_first_call_is_captured() -> None:
     on_gpu = put(weight)
     values = random_activations(rng, 1, 512)
     x, out, eager = put(values), nan_like((1, 128), FLOAT16), nan_like((1, 128), FLOAT16)
-    stream = cupy.cuda.Stream(non_blocking=True)  # A new stream has no workspace yet.
+    stream = cupy.cuda.Stream(non_blocking=True)  # a new stream, which has no workspace yet
     cupy.cuda.Device().synchronize()
     with stream:
         dirty = cupy.full(workspaces.COUNTER_BYTES + WORKSPACE_BYTES, 255, cupy.uint8)
-        del dirty  # The stream's next allocation may get this memory.
+        del dirty  # the stream's next allocation may get this memory, which is not zero
         stream.begin_capture()
         gemm(x, on_gpu, out=out, split_k=4)
         graph = stream.end_capture()

@@ -52,18 +52,21 @@ NO_CUPY = set(
         " block_reference expert_check expert_reference quantization kernels checkpoint"
     ).split()
 )
-"""The layers that may not import CuPy, not even inside a function."""
+"""The layers of NumPy and pure Python alone: they may not import CuPy, not even inside a function."""
 
 KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "experts", "quantization")
-"""The folders of kernels, one an operation."""
+"""The folders of kernels, one per operation, in `cupy_awq/kernels` and in `cuda_src`."""
 FOREIGN = {
     ("conv2d", "gemm"): {"conv2d_gemm"},
     ("decoder", "select"): {"decoder"},
     ("experts", "gemm"): {"expert_gemm", "expert_gemm_simt", "expert_gemm_tiles", "layer", "problem"},
     ("experts", "select"): {"layer"},
 }
-"""The modules of a folder that import from another or from the choice: a 1x1 convolution is a GEMM, experts have the
-layouts of a GEMM's weight, and the plans of the decoder and of a layer of experts are chosen."""
+"""Imports between folders that are allowed: (folder, imported folder or module): the modules that may do so.
+
+A 1x1 convolution is a GEMM, experts have the layouts of a GEMM's weight, and the decoder and layers of experts choose
+among kernels.
+"""
 GGUF_ORDER = "container names dense q4 q8 tensors write".split()
 """The modules of `cupy_awq.checkpoint.gguf`, the lowest first."""
 GGUF_IMPORTS = "contents files module nibbles tensors threads".split()
@@ -71,7 +74,7 @@ GGUF_IMPORTS = "contents files module nibbles tensors threads".split()
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}
-"""The folders that pip leaves; git ignores them."""
+"""The folders that an installation by pip leaves in the checkout; git ignores them."""
 
 
 def files(*suffixes: str) -> list[Path]:
@@ -103,7 +106,7 @@ def imported(path: Path) -> list[str]:
 
 
 def layer_of(path: Path) -> str:
-    """Return the layer of a module, such as "ops" for cupy_awq/ops/gemm.py."""
+    """Return the layer that a module belongs to, such as "ops" for cupy_awq/ops/gemm.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -166,12 +169,12 @@ def test_imports_have_no_cycle_not_even_inside_functions() -> None:
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for module, path in modules.items():
         for name in imported(path):
-            # The name is a module, or a name in a module.
+            # the name may be a module, or something defined in one
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target != module:
                 graph[module].add(target)
     assert graph["cupy_awq.linear"] >= {"cupy_awq.check", "cupy_awq.weight"}
-    graphlib.TopologicalSorter(graph).prepare()  # Raises CycleError with the cycle.
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle, if there is one
 
 
 def kernels_below(folder: str) -> list[Path]:
@@ -182,7 +185,7 @@ def kernels_below(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("folder", KERNEL_FOLDERS)
 def test_kernels_of_an_operation_import_no_others(folder: str) -> None:
-    """A folder of kernels imports from itself and from the modules beside it, except what FOREIGN allows."""
+    """Modules of kernels import from their own folder and the modules beside it, except what FOREIGN allows."""
     wrong = []
     for path in kernels_below(folder):
         for name in imported(path):
@@ -197,7 +200,10 @@ def test_kernels_of_an_operation_import_no_others(folder: str) -> None:
 
 
 def test_folders_of_kernels_mirror_those_of_the_device_code() -> None:
-    """`common`, `hopper` and `ptx` hold what several operations share."""
+    """Each folder of kernels in Python has a folder of the same name in cuda_src.
+
+    There, `common`, `hopper` and `ptx` hold what several operations share.
+    """
     shared = {"common", "hopper", "ptx", "__pycache__"}
     assert set(KERNEL_FOLDERS) == {path.name for path in CUDA.iterdir() if path.is_dir()} - shared
 
@@ -207,7 +213,7 @@ def is_number(node: ast.expr) -> bool:
 
 
 def comparisons_of_architectures(tree: ast.AST) -> Iterator[ast.Compare]:
-    """Yield the comparisons of an attribute ``arch`` or ``native`` with a number, which may have a name."""
+    """Yield comparisons of a GPU's compute capability (``arch``, ``native``) with a number, which may be named."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -227,7 +233,7 @@ def test_a_comparison_of_an_architecture_is_found(text: str) -> None:
 
 
 def test_architectures_are_compared_in_one_module_alone() -> None:
-    """All others ask for a `Capability`."""
+    """Only `runtime/device.py` compares compute capabilities; all others ask whether the GPU has a `Capability`."""
     owner = PACKAGE / "runtime" / "device.py"
     found = {path: list(comparisons_of_architectures(ast.parse(read(path)))) for path in PACKAGE.rglob("*.py")}
     assert not {str(path): [node.lineno for node in nodes] for path, nodes in found.items() if nodes and path != owner}
@@ -244,7 +250,7 @@ def example_problems(kind: type[KernelProblem]) -> list[KernelProblem]:
 
 
 def sources_of(kind: type[KernelProblem], family: AnyFamily) -> set[str]:
-    """Return the sources of a family's kernels for the example problems that it can solve on nominal GPUs."""
+    """Return the CUDA sources that a family's kernels come from, for the example problems and nominal GPUs."""
     pairs = itertools.product(map(device.nominal, (60, 75, 80, 90)), example_problems(kind))
     legal = [(problem, gpu) for gpu, problem in pairs if family.refusal(problem, gpu) is None]
     if kind is not Problem:
@@ -254,12 +260,15 @@ def sources_of(kind: type[KernelProblem], family: AnyFamily) -> set[str]:
 
 
 def test_every_registered_family_has_a_source_and_every_source_a_family() -> None:
-    """A source has several kernels for the two kinds of `Conversion` and for sampling."""
+    """Every registered kernel family has a source, and every source belongs to a family.
+
+    A source has several kernels for the two kinds of `Conversion` and for sampling.
+    """
     found = {
         (kind, name): sources_of(kind, family) for kind, some in FAMILIES_OF.items() for name, family in some.items()
     }
     assert not [name for (_, name), sources in found.items() if not sources]
-    of_no_family = {"common/rates.cu"}  # microbenchmarks
+    of_no_family = {"common/rates.cu"}  # microbenchmarks, which belong to no operation
     assert set().union(*found.values(), of_no_family) == {str(path.relative_to(CUDA)) for path in CUDA.rglob("*.cu")}
 
 

@@ -64,7 +64,7 @@ def test_no_module_and_no_cuda_source_is_long() -> None:
 
 
 def test_no_line_exceeds_120_columns() -> None:
-    """Ruff does not count comments for tools, and clang-format does not break every line."""
+    """No line is longer than 120 columns, also comments that ruff ignores and lines that clang-format cannot break."""
     paths = sources(".cu", ".cuh", ".py")
     lines = ((path, number, line) for path in paths for number, line in enumerate(path.open(encoding="utf-8"), 1))
     assert not [f"{path.name}:{number}" for path, number, line in lines if len(line.rstrip("\n")) > 120]
@@ -153,7 +153,7 @@ def test_readme_has_the_figures_of_the_results() -> None:
 
 
 def test_operator_table_is_what_its_command_prints() -> None:
-    """Each test that the table names must also exist."""
+    """The page has the table that the command prints now, and every test that it names exists."""
     text = operator_table.table()
     assert text in (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     for file, names in re.findall(r"`(test_\w+\.py)::([\w, ]+)`", text):

@@ -41,7 +41,7 @@ def calibrate(x: np.ndarray) -> Moments:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Draw (w [N, K], x [tokens, K], group_size) with outlier channels, dead channels and odd groups."""
+    """Draw (w [N, K], x [tokens, K], group_size) with outlier channels, channels of zeros, and one-signed groups."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups, n = draw(st.sampled_from([4, 8, 16])), draw(st.integers(1, 4)), 8 * draw(st.integers(1, 3))
     k = group_size * groups
@@ -95,7 +95,7 @@ def test_scale_search_finds_the_least_error_of_the_brute_force_grid(layer: Any) 
     parts = [w[:8], w[8:]] if len(w) > 8 else [w]
     before = [part.copy() for part in parts]
     found = search_channel_scales(parts, moments, group_size=group_size, scale_dtype=FLOAT16)
-    # The search must not modify the weights, as AutoAWQ's does on CPUs.
+    # the search must leave the weights as they are, which AutoAWQ's does not on CPUs
     for part, copy in zip(parts, before, strict=True):
         np.testing.assert_array_equal(part.view(np.uint32), copy.view(np.uint32))
 
@@ -112,7 +112,7 @@ def test_scale_search_finds_the_least_error_of_the_brute_force_grid(layer: Any) 
         if live.any():
             t = np.where(live, t / np.sqrt(t[live].max() * t[live].min()), 1)
             losses.append(loss(t.astype(np.float32)))
-    # A weight at a tie may round to the other side, so equal to within the error of one weight.
+    # A tie may round either way in float32, so the losses agree to within the error of one weight.
     assert found.loss <= min(losses) * 1.02 + 1e-6
     assert found.loss <= found.identity_loss
     assert found.loss == pytest.approx(loss(found.t), rel=2e-2, abs=1e-6)
@@ -151,7 +151,7 @@ def test_clipping_by_second_moments_is_nearly_as_good_as_all_pairs_of_ends_by_to
 
 
 def brute_gptq(w: np.ndarray, second: np.ndarray, scale: np.ndarray, zero: np.ndarray, group_size: int) -> np.ndarray:
-    """Return GPTQ's dequantized weights, channel by channel, with the inverse Hessian updated by elimination."""
+    """Return weights dequantized after GPTQ, channel by channel in float64, with the inverse Hessian by elimination."""
     w, inverse = w.astype(np.float64), np.linalg.inv(second.astype(np.float64))
     result = np.empty_like(w)
     for j in range(len(second)):
@@ -159,7 +159,7 @@ def brute_gptq(w: np.ndarray, second: np.ndarray, scale: np.ndarray, zero: np.nd
         result[:, j] = (np.clip(np.rint(w[:, j] / s) + z, 0, 15) - z) * s
         w -= np.outer((w[:, j] - result[:, j]) / inverse[j, j], inverse[j])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
-        inverse[j, j] = 1  # channel j is eliminated: its pivot is not used again
+        inverse[j, j] = 1  # channel j is eliminated and takes part in no later step
     return result
 
 
@@ -172,7 +172,7 @@ def test_error_compensation_equals_the_formula_channel_by_channel() -> None:
     found = compensate_errors(w, second, grid).dequantize()
     expected = brute_gptq(w, second, grid.scale, grid.zero, 32)
     is_equal = np.isclose(found, expected, atol=1e-6)
-    assert is_equal.mean() > 0.98  # In float32 a tie may round to either side, which changes later channels.
+    assert is_equal.mean() > 0.98  # In float32 a tie may round either way, which changes the channels after it.
     assert brute_error(w, found, x) == pytest.approx(brute_error(w, expected, x), rel=0.02)
 
 
@@ -333,7 +333,7 @@ def test_scales_are_those_of_a_plain_exponent_for_one_outlier_channel() -> None:
 
 
 def test_inverse_factor_is_the_cholesky_factor_of_the_inverse() -> None:
-    a = np.random.default_rng(6).standard_normal((800, 600))  # large enough that the factor is inverted in blocks
+    a = np.random.default_rng(6).standard_normal((800, 600))  # so large that the factor is inverted in blocks
     second = a.T @ a
     u = inverse_factor(second)
     assert (np.tril(u, -1) == 0).all()

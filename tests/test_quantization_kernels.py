@@ -35,7 +35,7 @@ def check_block(backend: str, arch: int, channels: int, n: int, seed: int, *, ha
     rng = np.random.default_rng(seed)
     target = rng.uniform(-3, 18, (channels, n)).astype(np.float32)
     target[rng.random(target.shape) < 0.1] = 2.5
-    if has_old:  # With `old`, changes are finite even for infinite targets.
+    if has_old:  # with `old`, changes stay finite even where a target is infinite
         target[rng.random(target.shape) < 0.1] = rng.choice([np.inf, -np.inf])
     old = rng.integers(0, 16, target.shape).astype(np.float32) if has_old else None
     factors = (rng.standard_normal((channels, channels)) * channels**-0.5).astype(np.float32)
@@ -137,7 +137,7 @@ BUGS = {
 
 
 def check_kernel(kernel: str) -> None:
-    """Check blocks of channels, or groups, on the simulator."""
+    """Check one of the quantizer's two kernels on the simulator: rounding of channels, or refinement of groups."""
     if kernel == "round_channels":
         for has_old in (True, False):
             check_block("latest", 80, 30, 90, 0, has_old=has_old)

@@ -235,10 +235,13 @@ SEEDS = {
 
 
 def check(file: str, landing: str) -> None:
-    """Check the results of the kernels that a file serves."""
+    """Check the kernels whose sources include ``file``, on problems small enough for the simulator.
+
+    A suffix of ``file`` selects a form of the kernel, as the module's docstring says.
+    """
     a100, h100 = device.nominal(80), device.nominal(90)
     if file.startswith("conv2d/conv2d_sm90") and file.endswith("dense"):
-        # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
+        # One CTA with two tiles of three boxes of pixels each; and tiles with one box, with K whole and split in two.
         halo = Conv2dSm90Config(True, 1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
         one_sm = replace(h100, sm_count=1)
         strided = Conv2dSm90Config(True, 1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
@@ -249,26 +252,26 @@ def check(file: str, landing: str) -> None:
             boxes = Conv2dSm90Config(True, 1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
             check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, boxes, h100, seed=0)
     elif file.startswith(("conv2d/conv2d_sm90", "hopper")):
-        # Three chunks of channels in two stages of x, with K whole and split in two.
+        # Three chunks of 64 channels pass through two stages of x; K is whole or split in two.
         for split_k in (1, 2):
             config = Conv2dSm90Config(False, 1, 1, 32, (1, 4, 8), 1, True, 2, 8, split_k, 1)
             check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, config, h100, seed=0)
     elif file.startswith("conv2d"):
         check_convolution(landing, CONVOLUTION, CONV2D_SM80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
     elif file == "int8/gemm_int8_sm90.cu":
-        # Pipelines that wrap around, and blocks within a stage.
+        # The ring of stages is used more than once; with blocks of 64, two blocks share a stage.
         for k, block_size in ((1040, 128), (272, 64)):
             problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
             check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
     elif file.startswith("int8/gemm_int8_sm90") and file.endswith("split"):
-        # The second tile along m computes rows of the first one again.
+        # Rows end within the second tile, which is moved up and computes rows of the first one again.
         problem = Int8Problem(131, 304, 1936, 128, 4, True, True, "float16")
         check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 8, 2), h100, 128, seed=0)
     elif file == "int8/gemm_int8_sm90.cu idle":
         problem = Int8Problem(70, 152, 272, 128, 4, False, True, "float16")
         check_product(landing, problem, GEMM_INT8_SM90, GemmInt8Sm90Config(1, 2), h100, 128, seed=0)
     elif file.startswith("int8/gemm_int8_sm90") and file.endswith("fp8"):
-        # Warpgroups with all rows of their columns; two tiles by one CTA.
+        # Each warpgroup has all rows of its columns; one CTA computes two tiles.
         weight = random_weight(np.random.default_rng(0), (304, 1, 1, 1040), 128)
         zeros = np.random.default_rng(1).integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype)
         weight = BlockQuantizedWeight(weight.codes, weight.scale, zeros * weight.scale, block_size=128)
@@ -283,11 +286,11 @@ def check(file: str, landing: str) -> None:
         # Two rounds, the second of which ends within the row.
         check_fp8_quantization(landing, 1, 4112, 128, "float16", 8)
     elif file == "int8/gemv_int8.cu":
-        # Warps that prefetch several times, and a K that ends within a chunk.
+        # Warps prefetch several times, and K ends within a chunk.
         problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
         check_product(landing, problem, GEMV_INT8, GemvInt8Config(4, 2), a100, 64, seed=0)
     else:
-        # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
+        # Two splits of K with five stages each: a block of 96 k belongs to both, a block of 64 k to one.
         for block_size in (64, 96):
             problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
             mma = WarpTileConfig(16, 1, 4, 3, 2)
@@ -295,7 +298,7 @@ def check(file: str, landing: str) -> None:
 
 
 def outcome(file: str, landing: str) -> str:
-    """Return the check that catches the bug planted in a file, or "nothing"."""
+    """Return the check that fails for the kernels of ``file``, or "nothing" if all pass."""
     return caught_by(lambda: check(file, landing))
 
 

@@ -28,13 +28,13 @@ def decoded(weight: PackedWeight) -> np.ndarray:
 
 
 def steps(weight: PackedWeight) -> np.ndarray:
-    """Return the scale of each element, float64 [K, N]."""
+    """Return the quantization step of each element of a weight, which is its group's scale, float64 [K, N]."""
     return np.repeat(weight.scales.astype(np.float64), weight.group_size, axis=0)
 
 
 @st.composite
 def dense(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Draw (w, group_size).
+    """Draw a dense weight w [K, N] of random dtype and layout, and a group size that divides K.
 
     Groups have both signs, one sign or zeros, magnitudes from 1e-3 to 1e3, and any strides.
     """
@@ -84,7 +84,7 @@ def test_codes_are_those_of_the_formula(problem: tuple[np.ndarray, int]) -> None
         np.testing.assert_array_equal(unpack_int4(weight.qzeros[g]), z)
         exact = rows / s + z
         q = unpack_int4(weight.qweight[g * group_size : (g + 1) * group_size])
-        # In float32 a quotient close to a tie may round to either side.
+        # in float32 a quotient close to a tie may round to either side
         assert np.all(np.abs(q - np.clip(exact, 0, 15)) <= 0.5 + 1e-5 * (1 + np.abs(exact)))
 
 

@@ -28,14 +28,14 @@ LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # the binary exp
 
 
 class Problem(NamedTuple):
-    """The operands of a GEMM."""
+    """The operands and options of a GEMM in NumPy."""
 
     qweight: np.ndarray
     scales: np.ndarray
     qzeros: np.ndarray | None
     x: np.ndarray
     element: np.dtype[Any]
-    """Return the element type of x: bfloat16 if x is uint16 and holds its bits."""
+    """The element type of x; bfloat16 if x is uint16, which then holds its bits."""
 
 
 def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray | None) -> np.ndarray:
@@ -142,11 +142,11 @@ FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda v: v / (1 + np.exp(-v)),
     "gelu": lambda v: 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3))),
 }
-"""The float64 formula of each entry of `cupy_awq.activation.FUNCTIONS`, for the tests of all epilogues."""
+"""The activation functions in float64, by the names of `cupy_awq.activation.FUNCTIONS`, for tests of all epilogues."""
 
 
 def float64_epilogue(v: np.ndarray, activation: Any, residual: np.ndarray | float = 0.0) -> np.ndarray:
-    """Return activation(v) + residual in float64."""
+    """Return activation(v) + residual in float64; "swiglu" multiplies SiLU of v's left half by its right half."""
     if activation == "swiglu":
         gate, up = np.split(v, 2, axis=-1)
         v = FORMULAS["silu"](gate) * up
@@ -187,7 +187,7 @@ def test_epilogues_are_the_float64_formulas_rounded_once(
 
 
 def test_activations_of_extreme_values() -> None:
-    # Codes 9, zero points 8 and scales 1: all elements of W are 1.
+    # codes 9, zero points 8 and scales 1: every element of W is 1
     qweight, scales = np.full((1, 1), 0x99999999, np.uint32).view(np.int32), np.ones((1, 8), np.float16)
     v = np.array([-np.inf, -60000, -100, -0.0, 0.0, 100, 60000, np.inf, np.nan], np.float16)
 
@@ -262,7 +262,7 @@ def test_autoawq_tensors_dequantize_bit_for_bit() -> None:
 def test_offset_below_float32_precision_decides_a_rounding_tie(
     dtype: np.dtype[Any], scale: float, offset: float, expected: float
 ) -> None:
-    # 3 * scale is a tie between two values of `dtype`. float32 would lose the offset and round to the other one.
+    # 3 * scale is half-way between two values of `dtype`; float32 would lose the offset, which decides the rounding.
     qweight = np.full((1, 1), 0x33333333, np.int32)
     scales, offsets = np.full((1, 8), scale, dtype), np.full((1, 8), offset, dtype)
     assert (reference.dequantize(qweight, scales, offsets) == expected).all()

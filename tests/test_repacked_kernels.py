@@ -57,7 +57,10 @@ def any_problem(
 @given(data=st.data())
 @few_examples
 def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
-    """Cover M on both sides of each tile size, partly empty tiles, and every group size, form of zeros and epilogue."""
+    """Random problems are right on `gemm_sm90`: every group size, form of zeros and epilogue.
+
+    M lies on both sides of each tile size, and tiles may be partly empty.
+    """
     problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
     problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
@@ -73,7 +76,10 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), pytest.param(1088, "bfloat16", marks=pytest.mark.slow)])
 def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int, k: int, dtype: str) -> None:
-    """With one or two rows, unused columns of mma sum slices of K; cover all numbers of k tiles and split-K."""
+    """The sums of x that zero points need are right for all numbers of k tiles and split-K.
+
+    With one or two rows, columns of mma without rows of x compute them, each for a slice of K.
+    """
     problem = Problem(m, 72, k, k, dtype, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -89,7 +95,10 @@ def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int
 def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
     backend: str, m: int, group_size: int, k_tiles: int
 ) -> None:
-    """If its warps are no power of two, a consumer copies rows in passes in which some threads are idle."""
+    """Every row of x is copied also where a consumer's number of warps is no power of two.
+
+    It then copies rows in passes in which some threads are idle.
+    """
     problem = Problem(m, 264, 1152, group_size, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -104,7 +113,10 @@ def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
 @given(data=st.data())
 @few_examples
 def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -> None:
-    """K ends within a weight tile; consumers have any number of warps; rows are strided; all epilogues."""
+    """Kernels that gather columns of x are right where K ends within a weight tile, and for any number of warps.
+
+    Rows are strided, and all epilogues occur.
+    """
     problem = replace(any_problem(data, [1, 2, 3, 4], 320, 1152), gathers_x=True)
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -126,10 +138,10 @@ def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_cau
     [
         ({}, True),
         ({"m": 2}, True),
-        ({"m": 4}, False),  # copying x to every SM takes longer than another launch
+        ({"m": 4}, False),  # copying x to every SM would take longer than another launch
         ({"m": 4, "n": 28672, "k": 4096}, True),
         ({"m": 5, "n": 28672, "k": 4096}, False),
-        ({"k": 4096}, False),  # a GEMM this short does not hide the copies
+        ({"k": 4096}, False),  # so short a GEMM cannot hide the copies
         ({"k": 16384 + 128}, False),
         ({"batch_invariant": True}, False),
         ({"x_aligned": False}, False),
@@ -184,8 +196,11 @@ def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
 def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
     backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, k_tile_counts: set[int]
 ) -> None:
-    """Cover all numbers of k tiles per stage and of consumers, with the fewest stages."""
-    # With short groups and many rows the family scales the weights unless float16 cannot hold the scales.
+    """Rings with the fewest stages are right when they are used again, and where K ends within a stage.
+
+    All numbers of k tiles per stage and of consumers occur.
+    """
+    # With short groups and many rows, the family scales the weights unless float16 cannot hold the scales.
     scales = dtype if scaled else "float16"
     problem = Problem(m, 128, k, group_size, dtype, scales, layouts=(AWQ, FRAGMENTS), wide_scales=not scaled)
     here = facts(90, backend)
@@ -216,7 +231,10 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
     ],
 )
 def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, name: str, split_k: int) -> None:
-    """Some CTAs own fewer rows than others, or none; at M = 136 there are several tiles, the last of which overlaps."""
+    """Clusters of any size share the rows of a tile when they add up: some CTAs sum fewer rows than others, or none.
+
+    At M = 136 there are several tiles, and the last one overlaps its predecessor.
+    """
     problem = Problem(m, 200, 1152, 128, layouts=(AWQ, FRAGMENTS))
     here = facts(90, backend)
     family = FAMILIES["gemm_sm90"]
@@ -229,7 +247,10 @@ def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, nam
 @pytest.mark.parametrize(("n", "residual"), [(224, False), (224, True), (200, True)])
 @pytest.mark.parametrize("m", [40, 72, 136, pytest.param(200, marks=pytest.mark.slow)])
 def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residual: bool) -> None:
-    """The last 16 rows of a tile may be only 8, with and without a residual; at N = 200, AWQ tensors are unaligned."""
+    """Tiles of every height are right, also if the last of their 16-row blocks has only 8 rows.
+
+    At N = 200, rows of AWQ tensors are not aligned to 16 bytes.
+    """
     problem = Problem(m, n, 256, 128, layouts=(AWQ, FRAGMENTS), residual=residual)
     here = replace(facts(90, backend), sm_count=4)
     family = FAMILIES["gemm_sm90_large"]
@@ -243,7 +264,10 @@ def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residu
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("m", [200, 136])
 def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligned: bool) -> None:
-    """Local memory before wgmma.wait_group is an error of ptxas, which a simulator of PTX cannot show."""
+    """No kernel with a residual keeps accumulators in local memory before wgmma.wait_group, which would be wrong.
+
+    The simulator of PTX cannot show that; ptxas reports it.
+    """
     problem = Problem(m, 256, 256, 128, layouts=(AWQ, FRAGMENTS), residual=True, aligned=aligned)
     here = facts(90, LANDINGS[0])
     family = FAMILIES["gemm_sm90_large"]
@@ -258,7 +282,7 @@ def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligne
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, value: float) -> None:
-    """The mma that sums x serves two rows at a time."""
+    """An infinity or NaN in one row of x must not reach another, though one mma sums two rows of x at a time."""
     problem, run, here = Problem(2, 64, 256, 128, layouts=(AWQ, FRAGMENTS)), runner(backend), facts(90, backend)
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
@@ -278,7 +302,7 @@ def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, value: float
 
 
 def any_fused_problem(data: st.DataObject) -> Problem:
-    """Draw a problem with any fusion."""
+    """Draw a GEMM of a decoder layer that is fused with a residual add or an RMSNorm."""
     role = data.draw(st.sampled_from(["add_to_stream", "rms_norm_x"]))
     gated = role == "rms_norm_x" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
@@ -320,7 +344,10 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
 @given(data=st.data())
 @few_examples
 def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> None:
-    """The device has few SMs, so CTAs take several tiles, and clusters share units along K; tiles are partly empty."""
+    """Persistent CTAs are right on a device with few SMs: CTAs take several tiles, and clusters share tiles along K.
+
+    Tiles may be partly empty.
+    """
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
     family = FAMILIES["gemm_sm90_large"]
@@ -335,7 +362,7 @@ def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> Non
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemm_sm90", "gemm_sm90_large"])
 def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, scales_dtype: str) -> None:
-    """With an identity matrix for x, y has the weight's bits, but for the sign of zero."""
+    """A weight that is scaled before the product is rounded once, as y of an identity matrix x shows."""
     problem = Problem(192, 136, 192, 64, dtype, scales_dtype, layouts=(AWQ, FRAGMENTS), scale_exponent=3)
     here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=DTYPES[scales_dtype])

@@ -60,7 +60,7 @@ def test_long_expressions_are_refused() -> None:
 
 
 def test_expressions_that_take_python_ages_end_soon() -> None:
-    """More of them stand in test_hostile_text.py."""
+    """An expression that takes Python exponential time ends soon with an error (more: test_hostile_text.py)."""
     patterns = Patterns([r"(a+)+$"])
     start = time.process_time()
     with pytest.raises(CheckpointError, match="expected regular expressions that match soon, got others"):
@@ -88,7 +88,7 @@ def test_an_escaped_name_matches_only_itself(name: str) -> None:
 
 
 def found(rules: Rules, name: str) -> int | None:
-    """Return the number in the settings of a module, or None without settings."""
+    """Return the number in the settings that rules give to the module ``name``, or None if no rule matches."""
     return rules.settings(ModuleTensors(name, Path("file"), "qweight", {})).get("number")
 
 
@@ -103,7 +103,10 @@ def test_first_expression_that_matches_applies_whether_it_is_a_name_or_not(texts
 
 
 def test_names_of_all_dense_modules_take_no_steps() -> None:
-    """`save` writes a rule for each router of a mixture of experts; no worker process is needed for them."""
+    """Rules that only name modules are matched without the worker process, which is started for expressions.
+
+    `save` writes a rule for each router of a mixture of experts.
+    """
     calls = worker.shared().starts
     dense = [f"model.layers.{layer}.mlp.gate" for layer in range(64)]
     rules = read_rules({f"-:^{re.escape(name)}$": {} for name in dense}, "dynamic", "file", has_names=False)

@@ -64,7 +64,7 @@ def test_a_call_that_exceeds_its_memory_ends(child: Worker) -> None:
 def test_a_call_that_takes_too_long_on_the_clock_is_killed(
     child: Worker, monkeypatch: pytest.MonkeyPatch, polls: bool
 ) -> None:
-    """Wall-clock time is the only limit on Windows, where a timer enforces it."""
+    """A call that exceeds the wall-clock limit is killed, by a poll or, as on Windows, by a timer."""
     monkeypatch.setattr(worker, "POLLS", polls)
     match(child, **QUICK)
     monkeypatch.setattr(worker, "CLOCK_SECONDS", -999.5)
@@ -206,14 +206,17 @@ def is_running(pid: int) -> bool:
         return f" {pid} " in subprocess.run(["tasklist"], capture_output=True, text=True, check=True).stdout
     try:
         os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as opened:  # a zombie has ended
+        with open(f"/proc/{pid}/stat") as opened:  # a zombie process has ended, too
             return opened.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
 def test_a_program_without_a_main_guard_can_use_a_worker() -> None:
-    """multiprocessing would run the main module again."""
+    """A program without `if __name__ == "__main__"` can use the worker: its main module is not run again.
+
+    multiprocessing would run it.
+    """
     program = (
         "from cupy_awq.sandbox.worker import shared\nprint(shared().call('match', patterns=['a'], names=['a'])[0])"
     )

@@ -141,7 +141,10 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
 
 
 def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
-    """The parts add up to the time, and overlapping parts to at least their largest one."""
+    """`explain` prints the modelled parts of a GEMM's time; they add up to the time.
+
+    Parts that overlap contribute at least the largest of them.
+    """
     text = cupy_awq.explain(48, 17152, 1408, 128, arch=90, layer=True)
     (line,) = re.findall(r"^modelled parts in us: (.*)$", text, re.MULTILINE)
     added, overlapping = ([float(x) for x in re.findall(r" (\d+\.\d)", part)] for part in f" {line}".split("("))
@@ -154,7 +157,7 @@ def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
 
 @pytest.mark.parametrize(("m", "k", "n"), [(700, 4480, 17984), (155, 4224, 23360), (300, 17152, 1408)])
 def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
-    """The described shares and units equal those from a list of the clusters that compute each k tile."""
+    """`explain` describes how stream-K divides the work, as a list of the clusters of each k tile shows."""
     problem = Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS))
     configs = [c for c in GEMM_SM90_LARGE.configs(problem, device.nominal(90)) if c.stream_k_units]
     assert configs
@@ -177,7 +180,7 @@ def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
 
 
 def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:
-    """Sizes are M, K, N, as in x[M, K] @ W[K, N], by position and by name."""
+    """`explain` takes M, K, N in the order of x[M, K] @ W[K, N], by position and by name."""
     text = cupy_awq.explain(3, 256, 512, arch=80)
     assert text.startswith("x[3, 256] float16 @ W[256, 512] ")
     assert text == cupy_awq.explain(n=512, k=256, m=3, arch=80)
@@ -285,7 +288,7 @@ H100 = device.nominal(90)
 
 
 def test_a_gpu_without_tma_runs_the_kernels_of_the_generation_before() -> None:
-    """Without one capability, the kernels that need it are not used; without another, nor is the layout of weights."""
+    """A GPU that lacks a capability uses no kernel that needs it, and no layout of which no kernel is left."""
     made_up = replace(H100, name="H100 without TMA", without=(Capability.TMA,))
     weight = 4096, 4096, 128, "float16", "packed"
     assert select.weight_layouts(*weight, H100) == (AWQ, FRAGMENTS)
@@ -314,7 +317,7 @@ def test_a_weight_is_stored_in_the_layouts_that_kernels_of_the_gpu_read() -> Non
             reads = arch >= 75 and FragmentLayout(*form).refusal() is None
             expected = (AWQ, FRAGMENTS) if reads else (AWQ,)
             assert select.weight_layouts(*form, device.nominal(arch)) == expected
-    # sm_75 multiplies no bfloat16 on tensor cores.
+    # the tensor cores of sm_75 cannot multiply bfloat16
     assert select.weight_layouts(4096, 4096, 128, "bfloat16", "packed", device.nominal(75)) == (AWQ,)
     assert FragmentLayout(4096, 4096, 128).pack(H100).kernel.source == "gemm/repack.cu"
     assert AwqLayout(4096, 4096, 128).pack(H100) is None
@@ -345,7 +348,7 @@ def test_a_lowered_path_has_the_capabilities_of_its_architecture() -> None:
 
 
 def test_explain_covers_the_kernels_of_a_decoder() -> None:
-    """On a GPU with tensor cores both families can solve the problem, and the one with tensor cores is chosen."""
+    """`explain` lists both attention kernels on a GPU with tensor cores, and chooses the one that uses them."""
     problem = Attention(64, 32, 32, 8, 128, 2048, 2048 * 1024, "float16")
     for arch, kernel in ((90, "attention_sm80"), (75, "attention")):
         text = select.explain(problem, device.nominal(arch))
@@ -370,7 +373,7 @@ def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_of_sm_90a_are_refused_on_newer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The features of sm_90a exist on no other architecture, not even as PTX."""
+    """Kernels compiled for sm_90a, whose features no other architecture has, are refused on newer GPUs."""
     cupy = pytest.importorskip("cupy")
     attributes: dict[str, int] = defaultdict(lambda: 1)
     gpu = SimpleNamespace(attributes=attributes, compute_capability="100")
@@ -396,7 +399,10 @@ def test_few_rows_use_kernels_that_do_not_round_weights(m: int, n: int, k: int) 
 @pytest.mark.parametrize("m", [33, 128])
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) -> None:
-    """Kernels that scale the sums of each group are slower here, and serve only scales that float16 cannot hold."""
+    """With many rows and short groups, W is scaled before the product; scaling the sums of each group is slower.
+
+    The slower kernels serve only scales that float16 cannot hold.
+    """
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     problem = Problem(m, 4096, 4096, group_size, layouts=(FRAGMENTS,))
     assert getattr(select.choose(problem, here).config, "scaled", True)

@@ -39,9 +39,6 @@ def server(model: LanguageModel) -> Iterator[Running]:
         yield running
 
 
-# Whole replies
-
-
 def test_a_chat_has_the_text_of_generate_and_its_usage(server: Running, model: LanguageModel) -> None:
     (wanted,) = model.generate("Hello", max_tokens=8)
     status, reply = server.chat()
@@ -176,9 +173,6 @@ def test_requests_at_the_same_time_have_the_texts_of_requests_alone(server: Runn
     server.wait_until_idle()
 
 
-# Reasoning
-
-
 @pytest.mark.parametrize(
     ("text", "reasoning", "answer"),
     [
@@ -207,9 +201,6 @@ def test_replies_have_the_reasoning_of_models_that_write_it(server: Running, mon
     assert "".join(delta.get("content", "") for delta in deltas) == "de"
 
 
-# Structured output
-
-
 def test_texts_follow_a_schema_a_regular_expression_and_a_grammar(server: Running) -> None:
     properties = {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
@@ -228,9 +219,6 @@ def test_texts_follow_a_schema_a_regular_expression_and_a_grammar(server: Runnin
     status, reply = server.chat(response_format={"type": "json_object"}, max_tokens=30)
     assert status == 200
     assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
-
-
-# Errors
 
 
 @pytest.mark.parametrize(
@@ -290,7 +278,7 @@ def test_keys_are_required_and_compared_as_a_whole(model: LanguageModel) -> None
             status, reply = running.post(COMPLETE, body, {"Authorization": f"Bearer {key}", "Host": "any.name"})
             assert status == 200
             cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
-        assert cached == [0, 0, 96]  # a key cannot find out by timing what another asked
+        assert cached == [0, 0, 96]  # a key cannot tell by timing what another key has asked
         assert running.request("GET", "/health")[0] == 200
         assert running.request("GET", "/metrics")[0] == 401
         assert running.request("GET", "/", headers={"Host": "any.name"})[0] == 200  # it asks for a key
@@ -349,9 +337,6 @@ def test_metrics_count_tokens_and_have_no_labels_of_users(server: Running) -> No
     assert 'cupy_awq_http_requests_total{status="404"}' in text
     assert "x" * 50 not in text
     assert set(re.findall(r"(\w+)=\"", text)) <= {"status", "le"}
-
-
-# The process
 
 
 def test_the_package_imports_nothing_of_the_server() -> None:

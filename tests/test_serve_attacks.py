@@ -71,9 +71,6 @@ def server(running: Running, honest: str) -> Iterator[Running]:
     assert running.engine.is_healthy(5)
 
 
-# Fields
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,7 +135,7 @@ def test_odd_values_that_mean_something_are_harmless(server: Running) -> None:
 
 
 def test_penalties_with_drafts_do_not_end_the_engine(server: Running) -> None:
-    """CVE-2026-44223."""
+    """Large and negative penalties together with drafts do not end the engine, as in CVE-2026-44223."""
     for options in (
         {"presence_penalty": 2, "frequency_penalty": -2},
         {"repetition_penalty": 1e6},
@@ -179,9 +176,6 @@ def test_special_tokens_in_messages_forge_no_turn_also_in_threads(server: Runnin
     for thread in threads:
         thread.join()
     assert all(choices == wanted for choices in found)
-
-
-# Grammars
 
 
 @pytest.mark.parametrize(
@@ -238,11 +232,8 @@ def test_a_grammar_without_a_next_token_ends_its_request_alone(server: Running) 
         thread.start()
         stack.callback(thread.join)
         status, reply = server.complete("x", regex="a", logit_bias={"1": -100}, min_tokens=8)
-    assert status == 500  # the text must end after one letter and must not end before eight tokens
+    assert status == 500  # the constraint ends the text after one letter, but min_tokens demands eight
     assert "grammar" in reply["error"]["message"]
-
-
-# Bodies and headers
 
 
 @pytest.mark.parametrize(
@@ -298,7 +289,7 @@ def test_other_hosts_are_refused_as_pages_of_a_browser_can_name_them(server: Run
 
 
 def read_status(connection: socket.socket) -> int | None:
-    """Return the status of the reply, or None if the server closed the connection without one."""
+    """Return the HTTP status of the reply on a socket, or None if the server closed the connection without one."""
     data = b""
     with contextlib.suppress(OSError):
         while b"\r\n" not in data and (part := connection.recv(4096)):
@@ -337,9 +328,6 @@ def test_smuggled_and_pipelined_requests_are_requests_of_their_own(server: Runni
         assert read_status(connection) in (400, 415)
 
 
-# Slow and vanishing clients
-
-
 def test_headers_and_bodies_have_deadlines(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(transport, "BODY_SECONDS", 0.3)
@@ -350,7 +338,7 @@ def test_headers_and_bodies_have_deadlines(server: Running, monkeypatch: pytest.
             began = time.monotonic()
             assert read_status(connection) == status
             assert 0.2 < time.monotonic() - began < SECONDS
-    with server.connect() as connection:  # a second request on the same connection
+    with server.connect() as connection:  # the second request on one connection
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert read_status(connection) == 200
         connection.sendall(b"GET /he")
@@ -373,7 +361,7 @@ def test_idle_connections_do_not_keep_others_out(server: Running, monkeypatch: p
 
 
 def test_a_reader_that_stops_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads nothing of a stream that is larger than all buffers."""
+    """A client that reads nothing of a stream larger than all buffers is dropped after SEND_SECONDS."""
     monkeypatch.setattr(transport, "SEND_SECONDS", 0.3)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 8}
     body |= {"logprobs": 20, "temperature": 1.0}
@@ -417,9 +405,6 @@ def test_generation_ends_when_the_client_leaves(stream: bool) -> None:
         leave(server, {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": stream}, 0.1)
         server.wait_until_idle()
         assert 0 < engine.stats().completion_tokens < 900
-
-
-# Load and faults
 
 
 def test_a_key_that_floods_the_queue_gets_429_and_others_are_served() -> None:

@@ -36,7 +36,7 @@ STORAGE = bytes(range(32))
 
 
 def file(path: Path, value: Any, **entries: bytes) -> Path:
-    """Write a file of torch.save with the pickle of ``value``, or ``value`` itself if it is bytes, and STORAGE."""
+    """Write a .pt file whose pickle is that of ``value``, or ``value`` itself if it is bytes, and return its path."""
     text = value if isinstance(value, bytes) else pickled(value)
     return save_zip(path / "m.pt", {"a/data.pkl": text, "a/data/0": STORAGE, **entries})
 
@@ -121,7 +121,8 @@ def test_nested_tuples_cannot_fill_the_memory(tmp_path: Path) -> None:
     bomb = b")q\x00" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(60))
     refused(file(tmp_path, b"\x80\x02" + bomb + b"."), "data.pkl")
     whole = pickled({"t": tensor("0", "uint8", (3,), 32)})
-    size = b"(\x8a\x09\x03" + bytes(8) + b"t"  # the tuple (3,) as `TorchPickler` writes it
+    # The tuple (3,) as `TorchPickler` writes it: the length is a LONG1 of 9 bytes.
+    size = b"(\x8a\x09\x03" + bytes(8) + b"t"
     assert whole.count(size) == 1
     refused(file(tmp_path, whole.replace(size, bomb + b"h\x3c\x85")), "tensor 't'", "integers")
 
@@ -207,14 +208,14 @@ def test_any_damage_of_the_file_is_one_error_or_readable(tmp_path: Path, data: s
 
 
 def test_pickle_of_pythons_own_pickler_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.save uses Python's pickler: an OrderedDict with an attribute, memoized names, integers of every length."""
+    """Files by Python's own pickler, which torch.save uses, are read: memoized names and integers of every length."""
     root, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
 
     class HalfStorage:
-        """A class that is pickled by its name."""
+        """A stand-in for torch.HalfStorage, which a pickle refers to by its name."""
 
     def _rebuild_tensor_v2() -> None:
-        """A function that is pickled by its name."""
+        """A stand-in for torch._utils._rebuild_tensor_v2, which a pickle refers to by its name."""
 
     for module, item in ((root, HalfStorage), (utils, _rebuild_tensor_v2)):
         item.__module__, item.__qualname__ = module.__name__, item.__name__
@@ -222,7 +223,7 @@ def test_pickle_of_pythons_own_pickler_is_read(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     class Stored:
-        """A tensor whose storage is a persistent id."""
+        """A stand-in for a tensor, which is pickled as a call that rebuilds it."""
 
         def __init__(self, array: Any, key: str) -> None:
             self.array, self.key = array, key
@@ -233,7 +234,7 @@ def test_pickle_of_pythons_own_pickler_is_read(tmp_path: Path, monkeypatch: pyte
             return _rebuild_tensor_v2, arguments
 
     class Storage:
-        """A storage, which the pickler replaces by its persistent id."""
+        """A stand-in for a storage, in whose place the pickler writes a persistent id."""
 
         def __init__(self, tensor: Stored) -> None:
             self.tensor = tensor

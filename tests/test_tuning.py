@@ -29,7 +29,7 @@ PROBLEM = Problem(3, 4096, 4096, 128)
 
 
 def _label(problem: Problem, facts: device.Device) -> str:
-    """Return the label of the problem's entry in the tuned tables."""
+    """Return the label of the configuration that the tuned tables have for a problem."""
     found = tuned.lookup(problem, facts)
     assert found is not None
     return found.label
@@ -52,7 +52,7 @@ def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder:
     for other in (replace(PROBLEM, m=5), replace(PROBLEM, n=8192)):
         assert select.choose(other, A100).name != "gemm_simt"
     assert select.choose(PROBLEM, device.nominal(86)).name != "gemm_simt"
-    # The path of sm_80, forced on an H100.
+    # an H100 that is forced onto the kernels for sm_80
     assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"
 
 
@@ -73,7 +73,10 @@ def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(tuned
 def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_much_faster_one(
     tuned_folder: Path,
 ) -> None:
-    """On an H100, the tiles tuned for 4096x12288 at M = 1024 are mostly empty at M = 600."""
+    """A tuned configuration also serves smaller M, unless the cost model knows a much faster one.
+
+    On an H100, the tiles tuned for 4096x12288 at M = 1024 would be mostly empty at M = 600.
+    """
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
     for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
@@ -181,7 +184,7 @@ def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
         assert select.choose(PROBLEM, A100).config == some[-1].config
         assert select.choose(other, A100).name == "dequantize"
     assert select.choose(PROBLEM, A100).config != some[-1].config
-    assert choices == []  # only the innermost context records choices
+    assert choices == []  # only the innermost of nested contexts records choices
     with select.recorded() as choices:
         assert select.choose(PROBLEM, A100) == choices[0]
 
@@ -250,7 +253,7 @@ def test_a_table_that_cannot_be_read_is_not_replaced(tuned_folder: Path) -> None
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_shipped_entry_is_legal_on_its_gpu(tuned_folder: Path, name: str, step: int) -> None:
-    """Check every ``step``-th entry of the table: a choice evaluates all configurations of a problem."""
+    """Each ``step``-th entry of a shipped table is legal on its GPU; all would take long to check."""
     facts = replace(device.nominal(90), name=name)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     entries = [(shape, m, label) for shape, choices in shipped.items() for m, label in choices.items()]
@@ -273,7 +276,7 @@ def test_shipped_files_are_plain_json() -> None:
 def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     index = placement.resolve()
     settings = Settings(device=index, cached=False)
-    if device.of(index).arch != device.of(index).native:  # `tune` refuses to measure on a forced path.
+    if device.of(index).arch != device.of(index).native:  # `tune` refuses to measure on a forced architecture path
         with pytest.raises(ValueError, match=r"tune: expected kernels for sm_.*CUPY_AWQ_ARCH"):
             next(tune.run("gemm", [(512, 256)], [1], settings, tries=3, progress=lambda text: None))
         return
@@ -302,9 +305,10 @@ def test_tuning_forces_each_configuration_whatever_the_operation(tuned_folder: P
     index = placement.resolve()
     settings = Settings(device=index, image=14, cached=False)
     if device.of(index).arch != device.of(index).native:
-        return  # `tune` refuses to measure on a forced path.
+        return  # `tune` refuses to measure on a forced architecture path
     (row,) = tune.run(op, [(256, 256)], [2], settings, tries=4, progress=lambda text: None)
-    assert row.tried > 1 or row.best.family.NAME == "conv2d_simt"  # conv2d_simt has one configuration for such a layer
+    # Conv2d_simt has a single configuration for such a layer.
+    assert row.tried > 1 or row.best.family.NAME == "conv2d_simt"
     assert row.tried <= 4
     assert 0 < row.us <= row.modelled_us
     tune.keep(row, index)
@@ -317,7 +321,7 @@ def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leav
 
     def measure(index: int) -> float:
         seen.append(index)
-        return true[index] * (1 + 0.05 * len(seen))  # earlier measurements seem faster
+        return true[index] * (1 + 0.05 * len(seen))  # the chip slows down, so earlier measurements seem faster
 
     best, times = tune.fastest([functools.partial(measure, index) for index in range(len(true))])
     assert best == 3
@@ -325,7 +329,7 @@ def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leav
     assert times[best] < times[1]
     assert seen[:12] == [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
     assert [seen.count(index) for index in range(6)] == [8, 10, 2, 10, 4, 2]
-    assert times[best] < times[0]  # Number 0, the present choice, takes part in all final rounds.
+    assert times[best] < times[0]  # number 0, the present choice, takes part in all final rounds
 
 
 @pytest.mark.parametrize("count", [1, 2])

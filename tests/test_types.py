@@ -25,7 +25,7 @@ else:
 
 
 def test_results_have_the_type_of_x() -> None:
-    """CuPy has no type annotations, so its arrays are Any."""
+    """Results have the static type of x: a NumPy array for NumPy; for CuPy, which has no annotations, Any."""
     weight = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)
     layer = AwqLinear(weight)
     x: npt.NDArray[np.float16] = np.ones((2, 32), np.float16)

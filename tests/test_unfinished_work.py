@@ -38,7 +38,7 @@ def stop_after_one_layer(done: int, *_: Any) -> None:
 
 
 def leave_work(model: Path) -> Path:
-    """Quantize one layer of a model and return the folder of unfinished work."""
+    """Interrupt the quantization of a model after one layer and return the folder with its unfinished work."""
     with pytest.raises(KeyboardInterrupt):
         llm.quantize(model, model.with_name("new"), [TEXT], progress=stop_after_one_layer, **RTN)
     return model.with_name("new.partial")
@@ -89,7 +89,7 @@ def test_links_are_not_followed(model: Path, tmp_path: Path) -> None:
 
 
 def change_weight(model: Path) -> None:
-    """Change one value, but neither the size of the file nor its times."""
+    """Change one value of a model's file, but neither its size nor its times, which could reveal that."""
     file = model / "model.safetensors"
     times = file.stat()
     tensors = load_file(file)

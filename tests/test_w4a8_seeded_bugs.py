@@ -26,7 +26,7 @@ REDUCTION = "hopper/cluster_reduction.cuh"
 RACE = ("race", "race")
 PROBLEM = Int8Problem(70, 130, 1424, 128, 4, False, True, "float16", wide=False, zero_points=True)
 CONFIG = GemmW4A8Config(80, 1, 1, 2, 2, 1, 3, 1, 2)
-"""A configuration with clusters of six CTAs: three slices of K, each passing both stages twice, and two CTAs sharing x.
+"""A configuration with clusters of six CTAs: three slices of K, which use both stages twice, and two CTAs share x.
 """
 
 SEEDS = {
@@ -86,7 +86,7 @@ OFFSET_CONFIG = GemmW4A8Config(72, 1, 1, 2, 2, 1, 2, offset_tiles=True)
 The second slice ends with a tile of offsets (see `tests.test_gemm_w4a8`).
 """
 DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
-"""The configuration OFFSET_CONFIG with more stages than a slice has k tiles."""
+"""The same configuration with more stages than a slice of K has k tiles."""
 PROLOGUE = "the prologue copies weights for a tile of offsets"
 
 OFFSET_SEEDS = {
@@ -121,7 +121,7 @@ OFFSET_SEEDS = {
 
 
 def check(landing: str, config: GemmW4A8Config) -> None:
-    """Check the result of a configuration."""
+    """Check y of a product with random codes, for one configuration, on the simulator."""
     if config.offset_tiles:
         codes = np.random.default_rng(0).integers(0, 16, (130, 1, 1, 1424), dtype=np.uint8)
         scale = np.random.default_rng(1).uniform(-1, 1, (130, 12)).astype(np.float32)
@@ -132,7 +132,7 @@ def check(landing: str, config: GemmW4A8Config) -> None:
 
 
 def outcome(landing: str, config: GemmW4A8Config = CONFIG) -> str:
-    """Return the check that catches the planted bug, or "nothing"."""
+    """Return the check that fails when a product is simulated, or "nothing" if y is right."""
     return caught_by(lambda: check(landing, config))
 
 
