@@ -17,7 +17,7 @@ EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", 
 
 
 class _Fault:
-    """Which file operation fails next. An audit hook cannot be removed, so the one hook reads this object instead."""
+    """The file operation that fails next. A hook cannot be removed, so the one audit hook reads this object."""
 
     folder: str | None = None
     count = 0

@@ -34,7 +34,7 @@ EXAMPLES = {
     "serve_many_prompts.py": "The capital of France is Paris.",
     "use_own_stream.py": "y (8, 256)",
 }
-"""For each script of tests/examples, a part of the output that it must print."""
+"""A part of the output that each script of tests/examples must print, by script."""
 NEEDS_MODEL = {"chat.py", "score_text.py", "serve_many_prompts.py"}
 """The scripts that run SmolLM2, which takes seconds on a CPU."""
 MAX_LINES = 50

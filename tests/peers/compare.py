@@ -137,9 +137,10 @@ class Shape:
         self._x = torch.randn(max(ms), k, device="cuda")
 
     def rows(self, m: int, ceilings: Ceilings, least_us: float) -> list[dict[str, Any]]:
-        """s Return the rows of the file for M.
+        """Time all libraries with M rows of x and return the results as rows of the JSON file.
 
-        => Time all libraries with M rows of x and return the results as rows of the JSON file.
+        They hold the time of each library, its error, and whether that is small; and as libraries "read", the plain
+        read; "arithmetic", the arithmetic at the rate of cuBLAS; and "roof", the roofline, but at least ``least_us``.
         """
         import torch
 

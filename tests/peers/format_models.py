@@ -39,7 +39,7 @@ def copy_settings(dense: Path, folder: Path, **entries: Any) -> None:
 
 
 class Scores:
-    """What one implementation computes with a model: the logits of a text, and greedy answers.
+    """The results of one implementation for a model: the logits of a text, and greedy answers.
 
     Attributes:
         logits: the logits [S, V] of the scored text.

@@ -20,9 +20,11 @@ from tests.test_kernels import check_matmul
 
 
 def run(problem: Problem, kernel: str, arch: int, landing: str, limit: int) -> int:
-    """s Print one line per configuration and return how many ran.
+    """Simulate a kernel's configurations, print a line for each, and return how many ran.
 
-    => Simulate a kernel's configurations for a problem, print a line for each, and return how many ran.
+    Raises:
+        ValueError: the kernel cannot take the problem; the message says why.
+        simt.Fault, AssertionError: a configuration fails.
     """
     gpu = device.nominal(arch)
     found = select.candidates(problem, gpu)[kernel]
