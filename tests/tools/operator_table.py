@@ -36,7 +36,15 @@ TESTS = {
 
 
 class Operation(NamedTuple):
-    """A public operation other than a GEMM with float x, as a row of the table."""
+    """A public operation other than a GEMM with float x, as a row of the table.
+
+    Attributes:
+        problem: the type of its problem, whose kernels the table lists; None if the operation is a kernel itself.
+        rows: the rows of x that it takes, or "-" without x.
+        dtypes: the dtypes of x, or of the result without x.
+        test: the file and the name of its test.
+        first_path: the lowest architecture path that has the operation.
+    """
 
     problem: type | None
     rows: str
