@@ -51,7 +51,7 @@ template <class T, class Options> struct Epilogue {
     }
   }
 
-  // Returns accumulator + bias.
+  // Returns an accumulator plus the bias of its column.
   __device__ __forceinline__ float biased(float accumulator, int column) const {
     return Options::kHasBias ? accumulator + to_float(bias[column]) : accumulator;
   }
@@ -68,7 +68,7 @@ template <class T, class Options> struct Epilogue {
     return out;
   }
 
-  // Returns activation(gate + gate bias) * (up + up bias) for a gate and an up accumulator.
+  // Returns activation(gate + gate bias) * (up + up bias), for the accumulators of a gate and of its up column.
   __device__ __forceinline__ float product(float gate, float up, int column) const {
     float linear = biased(up, column + n / 2);
     if constexpr (Options::kActivation == Activation::kClampedsilu) {
@@ -77,12 +77,12 @@ template <class T, class Options> struct Epilogue {
     return activate(biased(gate, column)) * linear;
   }
 
-  // Returns the element of y for an accumulator.
+  // Returns the element of y, with activation and residual, for an accumulator.
   __device__ __forceinline__ T finish(float accumulator, int row, int column) const {
     return from_float<T>(with_residual(activate(biased(accumulator, column)), row, column));
   }
 
-  // Returns the element of y for a gate and an up accumulator.
+  // Returns the element of y, with gate, activation and residual, for a gate and an up accumulator.
   __device__ __forceinline__ T finish_gated(float gate, float up, int row, int column) const {
     return from_float<T>(with_residual(product(gate, up, column), row, column));
   }

@@ -22,7 +22,7 @@ __device__ __forceinline__ void mma<bfloat16_t>(float (&c)[4], const uint32_t (&
   ptx::mma_m16n8k16_bf16(c, a, b0, b1);
 }
 
-// Returns two values, each rounded to T, in one register.
+// Returns two float32 values, each rounded to T, in the low and the high half of one register.
 template <class T> __device__ __forceinline__ uint32_t pack(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 }

@@ -12,14 +12,14 @@
 
 enum Kind { kRead, kChase, kMmaM16N8K8, kMmaM16N8K16, kMmaM8N8K16S8, kMmaM16N8K32S8, kMmaM16N8K32E4M3 };
 
-constexpr int kChains = 8;  // number of independent accumulators per warp
+constexpr int kChains = 8;  // number of independent accumulators per warp, which hide the latency of mma
 constexpr int kUnroll = 8;  // number of 16-byte loads in flight per thread
 
 struct Config {
   static constexpr Kind kKind = KIND;
 };
 
-// Returns the xor of all vectors of this thread.
+// Returns the xor of all vectors that this thread reads.
 __device__ __forceinline__ unsigned read(const uint4* source, long long vectors, int rounds) {
   const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
   unsigned sum = 0;
@@ -29,7 +29,8 @@ __device__ __forceinline__ unsigned read(const uint4* source, long long vectors,
       uint4 loaded[kUnroll] = {};
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) {
-        if (i + j * stride < vectors) loaded[j] = __ldcg(source + i + j * stride);  // never from L1
+        // __ldcg reads through L2 and never from L1.
+        if (i + j * stride < vectors) loaded[j] = __ldcg(source + i + j * stride);
       }
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) sum ^= loaded[j].x ^ loaded[j].y ^ loaded[j].z ^ loaded[j].w;
@@ -38,7 +39,7 @@ __device__ __forceinline__ unsigned read(const uint4* source, long long vectors,
   return sum;
 }
 
-// Issues the instruction of Config::kKind on all accumulators.
+// Issues one mma of the kind Config::kKind for each accumulator.
 template <typename C> __device__ __forceinline__ unsigned multiply(int rounds) {
   constexpr bool kIsInteger = C::kKind == kMmaM8N8K16S8 || C::kKind == kMmaM16N8K32S8;
   float sums[kChains][4] = {};

@@ -14,9 +14,9 @@
 // all functions of this struct do nothing.
 template <int COUNT, int kSlices, int SHARED_THREADS = 0> struct SliceSums {
   static constexpr bool kIsShared = SHARED_THREADS != 0 && kSlices > 1;
-  int tiles;  // number of k tiles
+  int tiles;  // number of k tiles in all slices together
   int next = 1;
-  int next_begin;  // index of the first k tile of slice `next`
+  int next_begin;  // index of the k tile with which slice `next` begins
   uint8_t* memory;
   float sums[kSlices == 1 || kIsShared ? 1 : COUNT];
 
@@ -28,7 +28,7 @@ template <int COUNT, int kSlices, int SHARED_THREADS = 0> struct SliceSums {
     }
   }
 
-  // Returns whether k tile `tile` is the first one of slice `next`.
+  // Returns whether k tile `tile` begins slice `next`, so that the sums of the preceding slice are complete.
   __device__ __forceinline__ bool begins_next(int tile) const { return kSlices > 1 && tile == next_begin; }
   // Adds the accumulators of the completed slice to the sums, and zeroes the accumulators for the next slice.
   __device__ __forceinline__ void end_slice(float (&accumulators)[COUNT]) {
@@ -106,7 +106,8 @@ __device__ __forceinline__ bool reduce_split_k(float (&values)[COUNT], float* pa
   return true;
 }
 
-// Stores the accumulators of a thread to `target`, its first element of float4 [COUNT / 4][THREADS].
+// Stores the accumulators of a thread as partial sums; `target` is the thread's first element of float4 [COUNT /
+// 4][THREADS].
 template <int THREADS, int COUNT>
 __device__ __forceinline__ void store_partials(Vector<float, 4>* target, const float (&values)[COUNT]) {
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ void store_partials(Vector<float, 4>* target, const f
   }
 }
 
-// Adds what store_partials has stored.
+// Adds the partial sums that store_partials has stored at `source` to the accumulators.
 template <int THREADS, int COUNT>
 __device__ __forceinline__ void add_partials(float (&values)[COUNT], const Vector<float, 4>* source) {
 #pragma unroll
@@ -126,13 +127,14 @@ __device__ __forceinline__ void add_partials(float (&values)[COUNT], const Vecto
   }
 }
 
-// Counts the CTA's partial sums; called by one thread after all threads that store them have arrived at a barrier.
+// Announces that the CTA's partial sums are stored; one thread calls this after a barrier of all threads that store
+// them.
 __device__ __forceinline__ void signal_partials(uint32_t* counter) {
   __threadfence();
   atomicAdd(counter, 1u);
 }
 
-// Waits until `count` CTAs have stored their partial sums, and resets the counter.
+// Waits until `count` CTAs have announced their partial sums, and resets the counter to zero for the next launch.
 __device__ __forceinline__ void wait_for_partials(uint32_t* counter, uint32_t count) {
   while (*const_cast<volatile uint32_t*>(counter) != count) {
   }

@@ -39,8 +39,8 @@ __device__ __forceinline__ TileCoordinates rasterize(int tile_idx, int m_blocks,
   return {band * kRows + within % height, within / height};
 }
 
-// Returns the first of the units along K (k tiles, steps, ...) that slice `index` has, if `slices` CTAs or warps share
-// all units evenly. Units is a type that holds units * slices.
+// Returns the index of the first k tile (or step) of slice `index`, if `slices` CTAs or warps share `units` of them
+// evenly. Units is an integer type that can hold units * slices.
 template <class Units, class Index, class Slices>
 __device__ __forceinline__ constexpr auto slice_begin(Units units, Index index, Slices slices) {
   return units * index / slices;
@@ -89,12 +89,12 @@ template <int kClusterSize> struct PersistentTileScheduler {
 // A cluster processes its share from the last unit to the first. So the cluster starts with the unit that a later
 // cluster finishes, and the partial sums of the earlier cluster are ready when the later one adds them.
 template <int kClusterSize, bool kUseStreamK> struct StreamKTileScheduler {
-  int m_blocks, n_blocks;  // numbers of units along m and n
-  int k_tiles;             // number of k tiles per unit
+  int m_blocks, n_blocks;  // numbers of work units along m and n
+  int k_tiles;             // number of k tiles in a tile of y
   int cluster_idx;
   int stream_k_units, stream_k_clusters;
-  int low, high;      // remaining share of this cluster: indices [low, high) of (unit, k tile) pairs
-  int next_own_unit;  // the next unit that this cluster computes without stream-K
+  int low, high;      // this cluster's remaining share of the stream-K units: (unit, k tile) pairs low .. high - 1
+  int next_own_unit;  // the next unit that this cluster computes alone, after its share
 
   // The current work, set by advance(): k tiles [k_tile_begin, k_tile_end) of `unit`.
   int unit;
@@ -112,7 +112,7 @@ template <int kClusterSize, bool kUseStreamK> struct StreamKTileScheduler {
         high(share_begin(cluster_idx + 1)),
         next_own_unit(stream_k_units + cluster_idx) {}
 
-  // Returns the index of the first (unit, k tile) pair of a cluster's share: unit * k_tiles + k tile.
+  // Returns the index, unit * k_tiles + k tile, of the first pair in the stream-K share of a cluster.
   __device__ __forceinline__ int share_begin(int cluster) const {
     return stream_k_units * k_tiles * min(cluster, stream_k_clusters) / max(stream_k_clusters, 1);
   }
@@ -133,7 +133,7 @@ template <int kClusterSize, bool kUseStreamK> struct StreamKTileScheduler {
   }
   __device__ __forceinline__ bool has_first_k_tile() const { return k_tile_begin == 0; }
   __device__ __forceinline__ bool has_last_k_tile() const { return k_tile_end == k_tiles; }
-  // Returns whether other clusters compute the first k tiles of the current unit, whose last k tile is this cluster's.
+  // Returns whether this cluster computes the last k tiles of the current unit, and other clusters the k tiles before.
   __device__ __forceinline__ bool adds_partial_sums() const { return !has_first_k_tile() && has_last_k_tile(); }
   // Returns the first of the clusters that share the current unit.
   __device__ __forceinline__ int first_sharer() const {

@@ -29,7 +29,7 @@ template <bool kCondition, class First, class Second> struct SelectType {
 template <class First, class Second> struct SelectType<false, First, Second> {
   using Type = Second;
 };
-// First if kCondition, else Second.
+// The type First if kCondition is true, else Second (std::conditional, whose header NVRTC lacks).
 template <bool kCondition, class First, class Second> using Select =
     typename SelectType<kCondition, First, Second>::Type;
 
@@ -47,7 +47,7 @@ template <> __device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float v
   return {ptx::cvt_rn_bf16_f32(value)};
 #else
   const uint32_t bits = __float_as_uint(value);
-  // Adding the rounding term to a NaN could carry into the sign bit.
+  // A NaN stays as it is: adding the rounding term could carry into its sign bit.
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fffu};
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 #endif
@@ -55,12 +55,12 @@ template <> __device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float v
 
 template <> __device__ __forceinline__ float from_float<float>(float value) { return value; }
 
-// COUNT adjacent values, which a single instruction loads or stores if the address is a multiple of the vector's size.
+// COUNT adjacent values; the alignment lets a single instruction load or store them.
 template <class T, int COUNT> struct alignas(sizeof(T) * COUNT) Vector {
   T values[COUNT];
 };
 
-// Loads a vector, with a single instruction if WHOLE, otherwise value by value.
+// Loads a vector: with a single instruction if WHOLE says that the address is aligned, otherwise value by value.
 template <bool WHOLE, class T, int COUNT> __device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
   if constexpr (WHOLE) {
     out = *reinterpret_cast<const Vector<T, COUNT>*>(source);
@@ -70,7 +70,7 @@ template <bool WHOLE, class T, int COUNT> __device__ __forceinline__ void load(V
   }
 }
 
-// Stores a vector, with a single instruction if WHOLE, otherwise value by value.
+// Stores a vector: with a single instruction if WHOLE says that the address is aligned, otherwise value by value.
 template <bool WHOLE, class T, int COUNT>
 __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values) {
   if constexpr (WHOLE) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values)
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Calls function(0), ..., function(kCount - 1), each with a constant.
+// Calls function(0), ..., function(kCount - 1) with compile-time constants, so that they can index registers.
 template <int kCount, class Function, int kFirst = 0>
 __device__ __forceinline__ void for_each_constant(const Function& function) {
   if constexpr (kFirst < kCount) {

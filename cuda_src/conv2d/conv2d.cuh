@@ -9,7 +9,7 @@
 
 #include "common/types.cuh"
 
-// The sizes; `channels` and `outputs` are the numbers of input and output channels per group.
+// The sizes of a convolution; `channels` and `outputs` are the numbers of input and output channels per group.
 struct Sizes {
   int batch, height, width, channels;
   int outputs, groups, kernel_h, kernel_w, out_h, out_w;
@@ -23,7 +23,7 @@ struct Sizes {
   {batch, height, width,    channels, outputs, groups, kernel_h,   kernel_w, \
    out_h, out_w,  stride_h, stride_w, pad_h,   pad_w,  dilation_h, dilation_w}
 
-// The coordinates of an element of y.
+// The image, row, column and output channel of an element of y.
 struct Output {
   int b, i, j, co;
 };

@@ -30,14 +30,14 @@ static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
-constexpr int kWords = BITS / 4;  // number of 32-bit words of codes per vector
+constexpr int kWords = BITS / 4;  // number of 32-bit words that hold the codes of a vector (8 channels)
 constexpr int kTilesM = WARP_M / 16;
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kThreads = WARPS_M * WARPS_N * 32;
 constexpr int kBlockM = WARPS_M * WARP_M;
 constexpr int kBlockN = WARPS_N * kTilesN * 8;
-constexpr int kVectors = 8;  // number of 16-byte vectors along K per stage
+constexpr int kVectors = 8;  // number of 16-byte vectors (8 channels of one tap) along K per stage
 constexpr int kRowStep = kThreads / kVectors;
 constexpr int kXCopies = kBlockM / kRowStep;
 constexpr int kWeightCopies = kBlockN / kRowStep;
@@ -47,7 +47,7 @@ constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
 static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
 
-// A vector of the weight for one output: 8 codes, and their scale and offset.
+// What a thread loads of the weight for one output: the codes of one vector of K, with their scale and offset.
 struct WeightVector {
   uint32_t words[kWords];
   X scale;
@@ -83,7 +83,7 @@ struct WeightVector {
   }
 };
 
-// A position along K: the index of a vector, its first channel divided by 8, and its filter tap (fy, fx).
+// A position along K: the index of a vector, the filter tap (fy, fx) that it belongs to, and its first channel / 8.
 struct KPosition {
   int vector, channel, fy, fx;
 
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kXCopies; ++i) {
     const int index = m_begin + row + i * kRowStep;
     const int pixel = index % pixels;
-    // Rows of the tile past the last pixel get coordinates outside of x, so zeros are copied.
+    // Rows of the tile past the last pixel get coordinates outside of x, so that zeros are copied for them.
     top[i] = index < m ? pixel / s.out_w * s.stride_h - s.pad_h : s.height;
     left[i] = pixel % s.out_w * s.stride_w - s.pad_w;
     corner[i] = x + index / pixels * x_batch + top[i] * x_row + left[i] * x_pixel + group * s.channels;
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const int64_t parameter = from * blocks + (valid ? weight_position.channel / block_vectors : 0);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) fetched[i].words[word] = codes[at * kWords + word];
-      // With scale and offset zero, weights past the last output or past the end of K are zero.
+      // Past the last output or the end of K, scale and offset are zero, and so are the weights.
       fetched[i].scale = valid ? scales[parameter] : X{0};
       fetched[i].offset = kWeightOffset && valid ? offsets[parameter] : X{0};
     }
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // [mma tile along m][mma tile along n][value of the fragment]
+  // The accumulators, [mma tile along m][mma tile along n][value of the fragment].
   float accumulators[kTilesM][kTilesN][4] = {};
   auto matmul = [&](int stage, int buffer, int step) {
     uint32_t b[kTilesN][2];
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     ptx::cp_async_wait_group<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the preceding stage and weight buffer, so both can be refilled.
+    // All warps have read the preceding stage and weight buffer: both can be filled again.
     if (tile + kStages - 1 < tile_end) start_pixels(stage == 0 ? kStages - 1 : stage - 1);
     ptx::cp_async_commit_group();
     const bool has_next = tile + 1 < tile_end;

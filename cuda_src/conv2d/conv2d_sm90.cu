@@ -73,7 +73,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr int kWgCo = WG_CO, kWgPx = WG_PX, kPixelTiles = PIXEL_TILES, kPixels = PIXELS, kTileN = TILE_N;
   static constexpr int kTileH = TILE_H, kTileW = TILE_W, kPlanesH = PLANES_H, kPlanesW = PLANES_W, kBoxH = BOX_H;
   static constexpr int kBoxW = BOX_W, kParameterGroups = PARAMETER_GROUPS;
-  static constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk, each of 16 channels
+  static constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk of 64 channels, 16 channels each
   static constexpr int kXStages = X_STAGES, kWeightStages = WEIGHT_STAGES, kSplitK = SPLIT_K, kCtasPerSm = CTAS_PER_SM;
   static constexpr int kSharedBytes = SHARED_BYTES;
 };
@@ -142,7 +142,7 @@ template <class C> __device__ __forceinline__ void produce(const typename C::Sha
   } while (scheduler.is_valid());
 }
 
-// Returns the biases of a lane's outputs `output` and `output` + 8, or zeros.
+// Returns the biases of a lane's two outputs, `output` and `output` + 8; zeros without a bias.
 template <class Epilogue>
 __device__ __forceinline__ Vector<float, 2> output_biases(const Epilogue& epilogue, int output) {
   Vector<float, 2> biases = {};
@@ -220,7 +220,7 @@ __device__ __forceinline__ void store_groups(const Convolution<C>& sizes, typena
   }
 }
 
-// The arguments are those of the kernel.
+// The body of the kernel, for one configuration; `conv2d_sm90` below passes its arguments on.
 template <class C> __device__ __forceinline__ void conv2d_sm90_tiles(const uint8_t* weight, const uint32_t* parameters,
                                                                      const typename C::Bias* bias, typename C::T* y,
                                                                      const TensorMap* x_map,

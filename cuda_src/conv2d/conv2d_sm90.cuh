@@ -24,14 +24,15 @@ template <bool kHalo> struct KChunk {
   __device__ __forceinline__ bool needs_box() const { return !kHalo || (fy | fx) == 0; }
 };
 
-// The host's constants, and those that follow from them.
+// The constants that follow from the host's constants, which are in Host (the Config of conv2d_sm90.cu).
 template <class Host> struct Conv2dSm90 : Host {
   static constexpr bool kDense = Host::kBits == 16;
   static constexpr int kWarpgroups = Host::kWgCo * Host::kWgPx;
   static constexpr int kConsumerWarps = kWarpgroups * 4;
   static constexpr int kThreads = kConsumerWarps * 32 + 32;
   static constexpr int kBoxes = Host::kWgPx * Host::kPixelTiles;
-  static constexpr int kPlanes = Host::kPlanesH * Host::kPlanesW;  // number of TMA boxes per pixel tile
+  // Number of TMA boxes of x per pixel tile: one per residue of row and column by the strides.
+  static constexpr int kPlanes = Host::kPlanesH * Host::kPlanesW;
   static constexpr int kTilePixels = Host::kTileN * Host::kTileH * Host::kTileW;
   static constexpr int kBoxRows = Host::kTileN * Host::kBoxH * Host::kBoxW;
   // The stride in bytes between adjacent 8-pixel groups of B (the stride byte offset of the matrix descriptor).
@@ -86,7 +87,7 @@ template <class Host> struct Conv2dSm90 : Host {
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
 };
 
-// The sizes of a convolution, with which the kernel is launched, and the positions of tiles.
+// The sizes of a convolution as kernel arguments, and the positions of tiles in it.
 template <class C> struct Convolution {
   int tiles, image_tiles, tiles_w, co_blocks, co_tiles, k_chunks;
   int batch, outputs, kernel_h, kernel_w, out_h, out_w;
@@ -103,7 +104,7 @@ template <class C> struct Convolution {
     const int taps = kernel_h * kernel_w;
     return {index / taps, index % taps / kernel_w, index % kernel_w};
   }
-  // The number of pixels of x by which plane 0 starts before the first pixel that filter taps read.
+  // By how many rows and columns of x the box of plane 0 starts before the first pixel that filter taps read.
   __device__ __forceinline__ int lead_h() const { return C::kPlanes == 1 ? 0 : pad_h % C::kPlanesH; }
   __device__ __forceinline__ int lead_w() const { return C::kPlanes == 1 ? 0 : pad_w % C::kPlanesW; }
   // Returns the row of a stage of x at which a filter tap begins to read a pixel tile.

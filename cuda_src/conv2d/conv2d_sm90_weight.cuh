@@ -29,7 +29,7 @@ template <class C> struct Parameters {
   }
 };
 
-// The codes of one K chunk that a thread holds.
+// A thread's codes of one K chunk (a filter tap x 64 channels) of the weight.
 template <class C> struct ChunkCodes {
   using T = typename C::T;
 
@@ -76,17 +76,17 @@ template <class C> struct CodesMainLoop {
 
   typename C::SharedStorage shared;
   const Convolution<C>& sizes;
-  const uint8_t* codes;        // those of this thread in stage 0
-  const uint32_t* parameters;  // those of the lane's output g in stage 0
-  uint32_t b_offset;           // of the warpgroup's pixels in a stage of x
+  const uint8_t* codes;        // shared address of this thread's codes in stage 0
+  const uint32_t* parameters;  // the parameters of the lane's output g for stage 0
+  uint32_t b_offset;           // byte offset of the warpgroup's first pixel in a stage of x
   int lane;
   PipelineState<C::kXStages> x_state = PipelineState<C::kXStages>::consumer();
   PipelineState<C::kWeightStages> weight_state = PipelineState<C::kWeightStages>::consumer();
   typename C::Chunk k_chunk;
   Parameters<C> chunk_parameters;
   ChunkCodes<C> chunk_codes;
-  uint32_t b_begin;   // shared address of operand B of the current K chunk
-  int last_box = -1;  // the stage of the preceding box, if the preceding K chunk was the first one of a box
+  uint32_t b_begin;   // shared address of operand B for the current K chunk
+  int last_box = -1;  // stage of the preceding box of x while it must still be released, else -1
 
   __device__ __forceinline__ CodesMainLoop(const typename C::SharedStorage& shared, const Convolution<C>& sizes,
                                            const uint8_t* memory, int wg_co, int wg_px)
@@ -134,7 +134,7 @@ template <class C> struct CodesMainLoop {
     if (free_box >= 0) shared.x_pipeline().consumer_release(free_box, lane);
     dequantize(next);
   }
-  // The last stages are not released, because a CTA has a single tile.
+  // Nobody waits for the last stages, because a CTA has a single tile; so they are not released.
   __device__ __forceinline__ void multiply(typename C::Accumulators& accumulators, const typename C::Chunk& first_chunk,
                                            int chunks) {
     Operand a[2];
@@ -158,7 +158,8 @@ template <class C> struct CodesMainLoop {
 template <class C> struct DenseMainLoop {
   typename C::SharedStorage shared;
   const Convolution<C>& sizes;
-  uint32_t a_offset, b_offset;  // of the warpgroup's outputs in a stage of the weight, and its pixels in a stage of x
+  // Byte offsets: of the warpgroup's outputs in a stage of the weight, and its pixels in one of x.
+  uint32_t a_offset, b_offset;
   int lane;
   PipelineState<C::kXStages> x_state = PipelineState<C::kXStages>::consumer();
   PipelineState<C::kWeightStages> weight_state = PipelineState<C::kWeightStages>::consumer();

@@ -25,10 +25,10 @@ constexpr int kBlockN = 64;
 constexpr int kThreads = 128;
 constexpr int kPitch = kHeadDim + 8;  // row pitch in shared memory; 16 bytes of padding avoid bank conflicts
 constexpr int kTileValues = kBlockN * kPitch;
-constexpr int kKSteps = kHeadDim / 16;    // number of k16 steps of q k^T
-constexpr int kScoreTiles = kBlockN / 8;  // number of n8 tiles of q k^T
-constexpr int kOutTiles = kHeadDim / 8;   // number of n8 tiles of p v
-constexpr float kMinScore = -1e30f;       // finite, so that kMinScore - kMinScore is 0 and not NaN
+constexpr int kKSteps = kHeadDim / 16;    // number of mma steps along head_dim, of 16 each, of q k^T
+constexpr int kScoreTiles = kBlockN / 8;  // number of tiles of 8 keys in the scores q k^T
+constexpr int kOutTiles = kHeadDim / 8;   // number of tiles of 8 head dimensions in the product p v
+constexpr float kMinScore = -1e30f;       // the initial maximum: finite, so that kMinScore - kMinScore is 0 and not NaN
 
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
 
@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, X* out, int steps, int heads,
                    int kv_heads, int capacity, int64_t sequence_stride, float scale) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  X* const shared = reinterpret_cast<X*>(dynamic_shared);  // [stage][k, v][kBlockN][kPitch]
+  // Two stages of keys and values, X [stage][k, v][kBlockN][kPitch].
+  X* const shared = reinterpret_cast<X*>(dynamic_shared);
   const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   launch_dependents_and_wait();
   // Later queries attend to more keys, so the CTAs of later tiles start first.
@@ -51,11 +52,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const X* const q_rows = q + static_cast<int64_t>(sequence) * steps * pitch + head * kHeadDim;
 
   auto fetch = [&](int tile) {
-    constexpr int kChunks = kHeadDim / 8;  // number of 16-byte chunks per row
+    constexpr int kChunks = kHeadDim / 8;  // number of 16-byte chunks per row of q, k or v
     for (int i = threadIdx.x; i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const int key = tile * kBlockN + row;
-      const uint32_t bytes = key < keys ? 16 : 0;  // zeros past the last key, because 0 * v must not be NaN
+      // Zeros past the last key: a masked probability of 0 times a NaN would be NaN.
+      const uint32_t bytes = key < keys ? 16 : 0;
       const int64_t source = cache_offset + static_cast<int64_t>(key < keys ? key : 0) * kHeadDim + chunk * 8;
       const uint32_t target = shared_address + 2 * ((tile & 1) * 2 * kTileValues + row * kPitch + chunk * 8);
       ptx::cp_async_16(target, k + source, bytes);
@@ -112,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < 4; ++i) {
         const int key = tile * kBlockN + j * 8 + 2 * t + i % 2;
         const float score = scores[j][i] * scale_log2;
-        scores[j][i] = key <= cached + rows[i / 2] ? score : __int_as_float(0xff800000);  // -inf
+        // Minus infinity for later keys.
+        scores[j][i] = key <= cached + rows[i / 2] ? score : __int_as_float(0xff800000);
         new_max[i / 2] = fmaxf(new_max[i / 2], scores[j][i]);
       }
     }

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   const int split = blockIdx.x, head_block = blockIdx.y, row = blockIdx.z;
   const int head_block_index = row * gridDim.y + head_block;
   const int position = lengths[row];
-  const int keys = min(position, capacity);  // number of cached keys
+  const int keys = min(position, capacity);  // number of keys in the cache, without the new one
   const int split_keys = max(MIN_SPLIT_KEYS, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
   const int splits = max(1, ceil_div(keys, split_keys));
   if (split >= splits) return;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
 
   const bool appends = split == splits - 1 && position < capacity;
   const int64_t append_offset = cache_offset + static_cast<int64_t>(position) * kHeadDim;
-  // Scores are premultiplied by log2(e), so that exp2 replaces exp.
+  // Scores are multiplied by log2(e) beforehand, so that exp2 replaces exp.
   token.rotate_and_append(
       qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
       appends, new_key, new_value, k + append_offset, v + append_offset,

@@ -23,15 +23,15 @@
 #include "ptx/prefetch.cuh"
 
 constexpr int kWarpKeys = WARP_KEYS;
-constexpr int kKeySteps = kWarpKeys / 16;        // number of k16 steps of p v
+constexpr int kKeySteps = kWarpKeys / 16;        // number of mma steps along the keys, of 16 each, of p v
 constexpr int kKeyChunks = kHeadDim / 32;        // number of 16-byte chunks of a key per lane; four lanes load a key
 constexpr int kValueChunks = kHeadDim / 64;      // number of 16-byte chunks of a value per lane, loaded by 8 lanes
-constexpr int kHeadTiles = ceil_div(kHeads, 8);  // number of n8 tiles of acc^T
+constexpr int kHeadTiles = ceil_div(kHeads, 8);  // number of tiles of 8 heads in acc^T (the output of v^T p^T)
 
 static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and one mma has rows for 16 heads");
 
-using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
+using Chunk = Vector<uint32_t, 4>;  // 8 values of type X, the 16 bytes of one load
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
@@ -39,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
                           POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride,
                           float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
-  __shared__ Chunk queries[2 * kKeyChunks][32];  // [k step][lane]: the A operand of q k^T
+  // Operand A of q k^T, in the order in which lanes read it: [k step][lane].
+  __shared__ Chunk queries[2 * kKeyChunks][32];
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
@@ -118,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   __syncthreads();
 
   float acc[kHeadTiles][kHeadDim / 16][4] = {};
-  float row_max[kHeadTiles], row_sum[kHeadTiles];  // for head g of each tile; row_sum covers only this lane's keys
+  // Of head g of each tile of 8 heads; row_sum covers only this lane's keys.
+  float row_max[kHeadTiles], row_sum[kHeadTiles];
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; ++tile) {
     row_max[tile] = kMinScore;
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   for (; base < key_end; base += kWarps * kWarpKeys) {
     const int next_base = base + kWarps * kWarpKeys;
     if constexpr (DEPENDENT && KEYS_AHEAD) {
-      // Prefetch the warp's block after the next one, whose loads then take the latency of L2.
+      // Prefetch the block after the warp's next one into L2, so that its loads later take only the latency of L2.
       constexpr int kLine = 128 / sizeof(X);
       const int64_t block_offset = cache_offset + static_cast<int64_t>(next_base + kWarps * kWarpKeys) * kHeadDim;
       const int count = (last + 1 - next_base - kWarps * kWarpKeys) * kHeadDim;
@@ -180,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[j][2 * tile + e];
-          score = base + 8 * j + 2 * t + e < key_end ? score * scale_log2 : __int_as_float(0xff800000);  // -inf
+          // Minus infinity past the last key.
+          score = base + 8 * j + 2 * t + e < key_end ? score * scale_log2 : __int_as_float(0xff800000);
           new_max = fmaxf(new_max, score);
         }
       }

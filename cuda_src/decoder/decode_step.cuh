@@ -31,11 +31,12 @@
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
-constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split: acc, row_max, row_sum
+constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split in `partials`: acc, row_max, row_sum
 
 static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
 
-// The RoPE factors and RMSNorm weights for the new token, loaded before griddepcontrol.wait.
+// What a lane needs to rotate and normalize the new token: RoPE factors and RMSNorm weights, loaded before the PDL
+// wait.
 struct TokenFactors {
   Pairs rotation, q_weight = {}, k_weight = {};
 
@@ -84,13 +85,13 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #endif
 }
 
-// The columns of `out` for the heads of a CTA.
+// Where the heads of a CTA lie in a row of `out`.
 struct Output {
   __device__ __forceinline__ Output(X* out, const int32_t* positions, int row, int heads, int head_block)
       : begin(out + (static_cast<int64_t>(row) * heads + (ORDER_OUT ? 0 : head_block * kHeads)) * kHeadDim),
         positions(positions + head_block * kHeads * kHeadDim) {}
 
-  // Stores columns i and i + 1 of the CTA.
+  // Stores two adjacent values, columns i and i + 1 of this CTA's heads, to `out`.
   __device__ __forceinline__ void store_pair(int i, float first, float second) const {
     if constexpr (ORDER_OUT) {
       begin[positions[i]] = from_float<X>(first);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
   const int first = 2 * threadIdx.x;
   if (first < kHeads * kHeadDim) fetch_acc(first);
   for (int head = warp; head < kHeads; head += kWarps) {
-    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of this lane's split
+    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of the split that this lane merges
     if (lane < splits) {
       softmax = __ldcg(reinterpret_cast<const float2*>(partials + (lane * kHeads + head) * kSplitFloats + kHeadDim));
     }

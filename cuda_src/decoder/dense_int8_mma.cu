@@ -20,7 +20,7 @@ struct Weight {
   static constexpr int kLaneK = 16;
   struct Loaded {
     Chunk codes;
-    uint32_t scales;  // the scale in both halves of a register
+    uint32_t scales;  // the block's scale, in both halves of a register
   };
 
   __device__ __forceinline__ void load(Loaded& out, int column, int k_begin) const {
@@ -28,7 +28,8 @@ struct Weight {
     out.scales = code_scales[static_cast<int64_t>(column) * (k / BLOCK) + k_begin / BLOCK].bits * 0x10001u;
   }
   __device__ __forceinline__ void pairs(uint32_t (&out)[2], const Loaded& loaded, int i) const {
-    unpack_bytes<X>(out, __byte_perm(loaded.codes.values[i], 0, 0x3120));  // exchanges bytes 1 and 2
+    // Exchanges bytes 1 and 2, which unpack_bytes expects in the order 0, 2, 1, 3.
+    unpack_bytes<X>(out, __byte_perm(loaded.codes.values[i], 0, 0x3120));
     out[0] = Codes<X>::multiply(out[0], loaded.scales);
     out[1] = Codes<X>::multiply(out[1], loaded.scales);
   }

@@ -23,11 +23,11 @@
 
 constexpr int kTiles = TILES;
 constexpr int kSteps = STEPS;
-constexpr int kBlocks = BLOCKS;  // number of blocks of 16 rows of x per CTA
+constexpr int kBlocks = BLOCKS;  // number of blocks of 16 rows of x per CTA, 1 to 3
 constexpr int kWarps = THREADS / 32;
 constexpr int kColumns = 8 * kTiles;
 
-using Chunk = Vector<uint32_t, 4>;  // 16 bytes
+using Chunk = Vector<uint32_t, 4>;  // the 16 bytes of one load
 
 // The class Weight defines kLaneK, the number of values per lane and step; Loaded, a lane's part of w; load(out,
 // column, k_begin), which loads this part; and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of `loaded` to
@@ -36,7 +36,8 @@ template <class Weight> __device__ __forceinline__ void multiply_dense(const X* 
                                                                        const float* bias, Y* y, int m, int n, int k) {
   constexpr int kStepK = 4 * Weight::kLaneK;
   constexpr int kWarpK = kStepK * kSteps;
-  constexpr int kPassK = kWarps * kWarpK;  // extent along k of a pass: kSteps steps of each warp
+  // Extent along k of a pass, in which each warp of the CTA computes kSteps steps.
+  constexpr int kPassK = kWarps * kWarpK;
   __shared__ alignas(16) float partial_sums[kWarps][16 * kBlocks][kColumns];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -42,7 +42,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < 8; ++i) dot += query[head][i] * to_float(keys[u].values[i]);
 #pragma unroll
         for (int step = kLanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(kFullWarp, dot, step);
-        score[u] = is_valid[u] ? dot : __int_as_float(0xff800000);  // -inf
+        score[u] = is_valid[u] ? dot : __int_as_float(0xff800000);  // minus infinity for a masked key
         new_max = fmaxf(new_max, score[u]);
       }
       const float rescale = exp2f(row_max[head] - new_max);
@@ -80,7 +80,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Stores the merged softmax of the warp to shared memory; only the first group of the warp stores.
+  // Stores the softmax of the warp, which all its groups hold after merging, to shared memory; only the first group
+  // stores.
   __device__ __forceinline__ void store(WarpSoftmaxes& out) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane >= kLanes) return;

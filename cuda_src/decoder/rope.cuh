@@ -10,7 +10,7 @@
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kHalf = kHeadDim / 2;
-constexpr int kPairs = ceil_div(kHalf, 32);  // number of pairs per lane
+constexpr int kPairs = ceil_div(kHalf, 32);  // number of pairs (i, i + HEAD_DIM / 2) per lane
 constexpr bool kNorm = QK_NORM;
 
 static_assert(kHeadDim % 2 == 0, "RoPE rotates pairs");
@@ -42,7 +42,7 @@ struct Pairs {
   template <class T> __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
     for_each([&](int i, float value) { head[i] = from_float<T>(value * factor); });
   }
-  // Applies RMSNorm with `weight`, then RoPE with `rotation`, the pairs (cos, sin).
+  // Applies RMSNorm with `weight`, then RoPE, to a head; `rotation` has the cosines and sines of the position.
   __device__ __forceinline__ void norm_and_rotate(const Pairs& weight, const Pairs& rotation, float eps) {
     if constexpr (kNorm) {
       float sum = 0.0f;

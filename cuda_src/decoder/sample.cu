@@ -50,7 +50,7 @@ __device__ __forceinline__ uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;  // the increment of splitmix64
+constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;  // the increment of splitmix64, 2^64 divided by the golden ratio
 
 struct Logits {
   const float* row;
@@ -59,7 +59,7 @@ struct Logits {
 
   __device__ __forceinline__ float operator()(int token) const { return transform(token, row[token]); }
 
-  // Returns the penalized and scaled value of a logit.
+  // Returns the value of a logit after repetition penalty and temperature.
   __device__ __forceinline__ float transform(int token, float value) const {
     if constexpr (kPenalty) {
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   return value;
 }
 
-// Returns the maximum of `value` over the CTA, in all threads.
+// Returns the maximum of `value` over all threads of the CTA, to every thread.
 __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
   value = warp_max(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
@@ -99,17 +99,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int row = blockIdx.y, ctas = gridDim.x;
   const int64_t start = static_cast<int64_t>(row) * vocab;
   const Logits values{logits + start, seen + start, temperature, penalty};
-  // The position of the new token.
+  // Returns the position in the sequence of the token that is chosen now.
   const uint64_t position = lengths[row] + (kAdvance ? 1 : 0);
   const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_sequence + row) << 32 | position) * kStep);
-  const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);  // -inf
+  const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);  // minus infinity: no limit
   uint64_t best = 0;
   auto consider = [&](int token, float logit) {
     float value = values.transform(token, logit);
     if constexpr (kSamples) {
       if (value < limit) return;
       const auto bits = static_cast<uint32_t>(mix(hash + token * kStep) >> 41);
-      const float uniform = (static_cast<float>(bits) + 0.5f) * 1.1920928955078125e-7f;  // 2^-23
+      // The factor 2^-23 makes a random number within (0, 1).
+      const float uniform = (static_cast<float>(bits) + 0.5f) * 1.1920928955078125e-7f;
       value += -logf(-logf(uniform));
     }
     // Among equal values, the low word of the key makes the smallest token win.
@@ -171,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The shared memory of find_threshold.
+// The shared memory of find_threshold: a histogram and what threads pass to each other.
 struct RadixSelect {
   unsigned long long bins[256];
   unsigned long long wanted;
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   const float top = value_of(static_cast<uint32_t>(cta_max(highest, shared)));
 
-  float limit = __int_as_float(0xff800000);  // -inf
+  float limit = __int_as_float(0xff800000);  // minus infinity keeps all tokens
   if (top_k > 0 && top_k < vocab) {
     limit = find_threshold(values, vocab, top_k, [](float) { return 1ull; }, radix_select);
   }

@@ -9,7 +9,7 @@
 #include "decoder/dependent_launch.cuh"
 
 constexpr int kHeads = HEADS;
-constexpr float kMinScore = -1e30f;  // finite, so that kMinScore - kMinScore is 0 and not NaN
+constexpr float kMinScore = -1e30f;  // the initial maximum: finite, so that kMinScore - kMinScore is 0 and not NaN
 
 struct WarpSoftmaxes {
   static constexpr int kWarps = THREADS / 32;

@@ -66,7 +66,8 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     const float b_part = sum - a;
     const float error = (a - (sum - b_part)) + (b - b_part);
     const uint32_t bits = __float_as_uint(sum);
-    const bool inexact = error > 0.0f || error < 0.0f;  // false if the sum is infinite, because `error` is then NaN
+    // False for an infinite sum, whose `error` is NaN: infinity is not rounded again.
+    const bool inexact = error > 0.0f || error < 0.0f;
     if (!inexact || bits & 1u) return from_float<T>(sum);
     // If the rounded sum is inexact and even, take its odd neighbour in the direction of the exact sum.
     const bool away = (error > 0.0f) == (sum > 0.0f);

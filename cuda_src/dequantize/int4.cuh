@@ -19,10 +19,10 @@ enum class Zeros { kPacked, kSymmetric, kOffset };
 
 constexpr uint32_t kSymmetricZeros = 0x88888888u;
 
-// Returns the bit position of the code of a column (0 .. 7) in a word.
+// Returns the lowest bit of the code of a column (0 .. 7) in an AWQ word.
 __device__ constexpr int nibble_shift(int column) { return (column >> 1) * 4 + (column & 1) * 16; }
 
-// Returns the code of a column (0 .. 7) of a word.
+// Returns the 4-bit code of a column (0 .. 7) of an AWQ word.
 __device__ __forceinline__ uint32_t code(uint32_t word, int column) { return (word >> nibble_shift(column)) & 15u; }
 
 // Conversion of two codes minus their zero points to two 16-bit values in one register, exactly. `low` converts the
@@ -35,22 +35,22 @@ template <> struct Codes<half_t> {
   // 10 + 15 = 25 and mantissa 0: 25 << 10 = 0x6400. A code OR-ed into the low four bits adds q; four bits higher it
   // adds 16 q. All values stay below 2048, up to which float16 represents every integer.
   static constexpr uint32_t kMagic = 0x64006400u;
-  static constexpr uint32_t kSixteenth = 0x2c002c00u;       // 2^-4: exponent -4 + 15 = 11, 11 << 10
-  static constexpr uint32_t kMinusSixteenth = 0xac00ac00u;  // -2^-4
+  static constexpr uint32_t kSixteenth = 0x2c002c00u;       // 2^-4 in both halves: exponent -4 + 15 = 11, 11 << 10
+  static constexpr uint32_t kMinusSixteenth = 0xac00ac00u;  // -2^-4 in both halves
 
-  // Returns 1024 + z.
+  // Returns 1024 + z for the zero points z that `low` subtracts.
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {
     return ptx::lop3_and_or(word, 0x000f000fu, kMagic);
   }
-  // Returns (1024 + 16 z) / -16 = -(64 + z).
+  // Returns (1024 + 16 z) / -16 = -(64 + z) for the zero points z that `high` adds.
   static __device__ __forceinline__ uint32_t zero_high(uint32_t word) {
     return ptx::fma_f16x2(ptx::lop3_and_or(word, 0x00f000f0u, kMagic), kMinusSixteenth, 0u);
   }
-  // Returns q - z = (1024 + q) - (1024 + z).
+  // Returns q - z = (1024 + q) - (1024 + z) for the codes q at bits 0 and 16.
   static __device__ __forceinline__ uint32_t low(uint32_t word, uint32_t zero) {
     return ptx::sub_f16x2(ptx::lop3_and_or(word, 0x000f000fu, kMagic), zero);
   }
-  // Returns q - z = (1024 + 16 q) / 16 - (64 + z).
+  // Returns q - z = (1024 + 16 q) / 16 - (64 + z) for the codes q at bits 4 and 20.
   static __device__ __forceinline__ uint32_t high(uint32_t word, uint32_t zero) {
     return ptx::fma_f16x2(ptx::lop3_and_or(word, 0x00f000f0u, kMagic), kSixteenth, zero);
   }
@@ -64,15 +64,15 @@ template <> struct Codes<bfloat16_t> {
   // bfloat16 has 7 mantissa bits, so the last mantissa bit of 128 = 2^7 has the value 1. 128 has exponent 7 + 127 = 134
   // and mantissa 0: 134 << 7 = 0x4300. A code four bits higher would overlap the exponent, so `high` shifts the word.
   static constexpr uint32_t kMagic = 0x43004300u;
-  static constexpr uint32_t kOne = 0x3f803f80u;    // 1.0: exponent 127, 127 << 7 = 0x3f80
-  static constexpr uint32_t kSigns = 0x80008000u;  // sign bits of both halves
+  static constexpr uint32_t kOne = 0x3f803f80u;    // 1.0 in both halves: exponent 127, 127 << 7 = 0x3f80
+  static constexpr uint32_t kSigns = 0x80008000u;  // the sign bits of both halves, which is -0
 
-  // Returns -(128 + z).
+  // Returns -(128 + z) for zero points z.
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {
     return ptx::lop3_and_or(word, 0x000f000fu, kMagic | kSigns);
   }
   static __device__ __forceinline__ uint32_t zero_high(uint32_t word) { return zero_low(word >> 4); }
-  // Returns q - z = (128 + q) - (128 + z).
+  // Returns q - z = (128 + q) - (128 + z) for codes q.
   static __device__ __forceinline__ uint32_t low(uint32_t word, uint32_t zero) {
     return ptx::fma_bf16x2(ptx::lop3_and_or(word, 0x000f000fu, kMagic), kOne, zero);
   }

@@ -28,8 +28,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) s4_to_fp16x2(const uint32_
   auto codes = [](Vector<half_t, 8>& values, uint32_t word) {
     if constexpr (kPtxPath) {
       using C = Codes<half_t>;
-      constexpr uint32_t kZeroLow = C::kMagic;     // 1024 + z for zero point z = 0
-      constexpr uint32_t kZeroHigh = 0xd400d400u;  // -(64 + z) for zero point z = 0
+      // The float16 1024, which removes the exponent: codes have no zero point here.
+      constexpr uint32_t kZeroLow = C::kMagic;
+      // The float16 -64: (1024 + 16 q) / 16 - 64 = q for codes four bits higher.
+      constexpr uint32_t kZeroHigh = 0xd400d400u;
       auto* pairs = reinterpret_cast<uint32_t*>(&values);
       pairs[0] = C::low(word, kZeroLow);
       pairs[1] = C::high(word, kZeroHigh);

@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (lane == 0) groups[group] = -infinity;
       __syncwarp();
     }
-    // The groups that are not marked are dropped.
+    // Chosen groups are marked by -infinity; the experts of all others are dropped, by the same value.
     for (int e = lane; e < kExperts; e += 32) {
       if (groups[e / kGroupExperts] != -infinity) choices[e] = -infinity;
     }

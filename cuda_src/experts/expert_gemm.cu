@@ -34,7 +34,7 @@
 
 static_assert(__CUDA_ARCH__ >= 800, "expert_gemm needs sm_80");
 
-// Stores the warp's accumulators to shared memory.
+// Stores the accumulators of a warp to shared memory, where other warps sum them over the slices of K.
 __device__ __forceinline__ void store_accumulators(float* target, const Accumulators& accumulators) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_accumulators(float* target, const Accumula
   }
 }
 
-// Returns the sum over the slices of eight adjacent columns.
+// Returns the sum of eight adjacent columns of a row over the CTA's slices of K.
 __device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
   Vector<float, 8> sums = {};
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
   return sums;
 }
 
-// Sums and stores the rows of the unit, whose accumulators are in shared memory.
+// Sums the accumulators, which are in shared memory, over the slices of K, and stores the unit's rows of y.
 __device__ __forceinline__ void store_rows(const Arguments& arguments, const float* accumulators, const int32_t* pairs,
                                            int rows, int n_block, int expert, bool has_expert) {
   const int n_out = kGated ? arguments.n / 2 : arguments.n;
@@ -160,10 +160,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
     const bool has_expert = kRows == Rows::kTokens || arguments.is_expert(at.expert);
     if (kRows == Rows::kSorted && !has_expert || rows == 0) continue;
-    if (!has_expert) at.expert = 0;  // rows of zeros are stored
+    // A pair without an expert stores a row of zeros, with the (unused) weight of expert 0.
+    if (!has_expert) at.expert = 0;
 
     const Weight weights(arguments, scheduler.n_block());
-    const int tiles = ceil_div(total - slice, kSlices);  // at most 0 if there are fewer k tiles than slices
+    // The k tiles of this slice, every kSlices-th one; 0 or less if there are none for it.
+    const int tiles = ceil_div(total - slice, kSlices);
     WeightPart parts[kDepth][kColumnTiles];
     KPosition next_weight = at;
 #pragma unroll
@@ -173,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         next_weight.advance(arguments.k_tiles());
       }
     }
-    __syncthreads();  // unit_pairs are written, and the accumulators of the preceding tile are no longer read
+    __syncthreads();  // unit_pairs are written, and all warps have read the preceding tile's accumulators
     wait_for_preceding_kernel();
     const Copies copies(arguments, unit_pairs, rows, ring);
     KPosition next_x = at;
@@ -194,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       for (int i = 0; i < kDepth; ++i) {
         if (first + i >= tiles) break;
         ptx::cp_async_wait_group<kStages - 2>();
-        sync_slice(slice);  // the stage has landed, and the warps of the slice no longer read the preceding one
+        sync_slice(slice);  // the copies of this stage have landed, and no warp reads the preceding stage
         if (first + i + kStages - 1 < tiles) {
           copies.start(stage_idx == 0 ? kStages - 1 : stage_idx - 1, next_x);
           next_x.advance(arguments.k_tiles());

@@ -39,7 +39,7 @@ struct Arguments {
   }
 };
 
-// Synchronizes the warps of a slice.
+// Synchronizes the warps of one slice of K by a named barrier, or by __syncwarp if a slice is one warp.
 __device__ __forceinline__ void sync_slice(int slice) {
   if constexpr (kWarpsN == 1) {
     __syncwarp();
@@ -69,13 +69,13 @@ struct KPosition {
   }
 };
 
-// The operands of a warp from one weight tile, for 16 columns: codes of two k64, and parameters of the groups.
+// A warp's operands from one weight tile, for 16 columns: codes of 2 x 64 k, scales and zero points of the groups.
 struct WeightPart {
   uint32_t words[2][4];
   Group<Config> groups[kGroups];
 };
 
-// The weight of a warp.
+// The weight of a warp: which tile columns it computes, and the registers into which it loads them ahead of time.
 class Weight {
  public:
   __device__ __forceinline__ Weight(const Arguments& arguments, int n_block) : arguments_(arguments) {
@@ -119,10 +119,11 @@ class Weight {
 
  private:
   const Arguments& arguments_;
-  uint32_t codes_[kColumnTiles], scales_[kColumnTiles];  // offsets of this lane's values in a tile column
+  // Byte offsets of this lane's codes and scales in the weight tiles of a column.
+  uint32_t codes_[kColumnTiles], scales_[kColumnTiles];
 };
 
-// The copies of x of a slice.
+// The copies of the x of one slice of K to its ring of stages in shared memory.
 class Copies {
  public:
   // `pairs` are the pairs of the unit, in shared memory, of which the first `rows` exist.
@@ -152,7 +153,7 @@ class Copies {
  private:
   static constexpr int kPasses = ceil_div(kXRows * 16, kSliceThreads);
 
-  // Returns the row of the unit that this thread copies in a pass.
+  // Returns the row of the unit of which this thread copies 16 bytes in pass `pass`.
   static __device__ __forceinline__ int row(int pass) {
     return (pass * kSliceThreads + threadIdx.x % kSliceThreads) / 16;
   }
@@ -165,7 +166,7 @@ class Copies {
 
 using Accumulators = float[kColumnTiles][kM8Tiles][4];
 
-// Computes the accumulators of a warp for one tile.
+// The main loop of a warp: adds up the products of a unit's rows and the warp's columns.
 class MainLoop {
  public:
   __device__ __forceinline__ MainLoop(uint32_t ring, int rows) {
@@ -213,7 +214,7 @@ class MainLoop {
   }
 
  private:
-  // Adds the sums of a group, times its scales, to the accumulators.
+  // Adds the sums over one quantization group, multiplied by the group's scales, to the accumulators.
   __device__ __forceinline__ void add_group(Accumulators& accumulators, const Accumulators& sums,
                                             const WeightPart (&parts)[kColumnTiles], int group, float slot_weight) {
 #pragma unroll
@@ -231,6 +232,6 @@ class MainLoop {
     }
   }
 
-  uint32_t x_;  // the shared address of this lane's row of x in stage 0
+  uint32_t x_;  // shared address of the row that this lane passes to ldmatrix, in stage 0
   uint32_t b_[4];
 };

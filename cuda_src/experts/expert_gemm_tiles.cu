@@ -31,16 +31,17 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
   static constexpr int kWarpColumns = WEIGHT_TILES;  // number of tile columns (32 columns of y each) per warp
   static constexpr int kWarpsN = WARPS_N;            // number of warps per slice of K, side by side along n
   static constexpr int kSlices = WARPS_K;            // number of slices of K per CTA
-  static constexpr int kStageK = STAGE_K;            // the extent of a stage along K
+  static constexpr int kStageK = STAGE_K;            // the extent of a stage along K, 64 or 128
   static constexpr int kStages = STAGES;             // number of stages per slice
-  static constexpr int kPassRows = PASS_ROWS;        // number of rows of accumulators that shared memory holds
+  static constexpr int kPassRows = PASS_ROWS;        // number of rows whose accumulators are in shared memory at a time
   static constexpr int kCtasPerSm = CTAS_PER_SM;
   static constexpr bool kHasRowWeights = HAS_ROW_WEIGHTS;
-  static constexpr int kSharedBytes = SHARED_BYTES - BLOCK_M * 4;  // without the pairs of the unit, which follow
+  // Without unit_pairs, int32 [BLOCK_M], which follow the other arrays.
+  static constexpr int kSharedBytes = SHARED_BYTES - BLOCK_M * 4;
 };
 using Kernel = GemmMmaFragments<Config>;
 
-// The output of one expert: y and the epilogue.
+// Where the rows of a unit go in y, and the epilogue with the bias of the unit's expert.
 template <class C> struct ExpertOutput {
   using T = typename C::T;
 
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
     const int expert = expert_ids[first_row / route_block];
     const int rows = collect_pairs<C::kBlockM>(unit_pairs, sorted_pairs + first_row, pairs);
     if (static_cast<unsigned>(expert) >= static_cast<unsigned>(experts) || rows == 0) continue;
-    __syncthreads();  // unit_pairs are written, and the accumulators of the preceding tile are no longer read
+    __syncthreads();  // unit_pairs are written, and all warps have read the preceding tile's accumulators
     // Rows past the last one are copies of it; the resulting rows of y are not stored.
     const auto row_of = [&](int row) { return unit_pairs[min(row, rows - 1)] / x_divisor; };
     Copies<C> copies(x, weight + expert * expert_bytes, row_of, scheduler.n_block(), slice, ring, n, k, ldx);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units of rows that take the same expert, and their order.
+// Units: blocks of rows of x that take the same expert, and the order in which CTAs compute them.
 #pragma once
 
 #include "common/warp.cuh"
 
-// The tiles of a persistent CTA: those of a unit are adjacent, and units are in the order of the routing arrays.
+// The tiles of a persistent CTA. Units are in the order of the routing arrays; the tiles of one unit, one per block of
+// columns, follow each other.
 struct ExpertTileScheduler {
   int n_blocks, tiles;
   int tile = blockIdx.x;
@@ -15,8 +16,8 @@ struct ExpertTileScheduler {
   __device__ __forceinline__ int n_block() const { return tile % n_blocks; }
 };
 
-// Writes those of kUnitRows values of `sorted_pairs` that are pairs to `unit_pairs`, and returns their number. All
-// warps must call this; warp 0 writes.
+// Collects the pairs of a unit: writes those of its kUnitRows entries of `sorted_pairs` that are pairs, not padding, to
+// `unit_pairs`, and returns their number. All warps call this; warp 0 writes.
 template <int kUnitRows>
 __device__ __forceinline__ int collect_pairs(int32_t* unit_pairs, const int32_t* sorted_pairs, int pairs) {
   const int lane = threadIdx.x % 32;

@@ -16,7 +16,7 @@
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kThreads = THREADS;
-constexpr int kExperts = EXPERTS;  // the number of experts
+constexpr int kExperts = EXPERTS;  // number of experts
 constexpr bool kFromOffsets = FROM_OFFSETS;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    // The sums of the padded counts before each expert.
+    // Each expert's first position: the sum of the padded counts of the experts before it.
     int64_t before = 0;
     for (int first = 0; first < kExperts; first += 32) {
       const int expert = first + threadIdx.x;

@@ -55,6 +55,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kValues; ++j) values.values[j] = source[indices.values[j]];
       store<true>(y + static_cast<int64_t>(row) * k + i * kValues, values);
     }
-    if constexpr (kStaged) __syncthreads();  // wait for all threads: the next row overwrites the staged one
+    if constexpr (kStaged) __syncthreads();  // no thread may still read the row that the next one overwrites
   }
 }

@@ -50,7 +50,7 @@
 template <class Host> struct GemmMma : Host {
   using typename Host::Scale;
   static constexpr bool kSharedSums =
-      Host::kBlockM > 32;  // whether the sums of slices are in shared memory, after the stages
+      Host::kBlockM > 32;  // whether the sums of slices of K lie in shared memory, behind the stages, to save registers
 
   static constexpr int kThreads = Host::kWarps * 32;
   static constexpr int kWarpN = 32;

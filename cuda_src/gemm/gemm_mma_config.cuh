@@ -12,5 +12,6 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr Zeros kZeros = Zeros::ZEROS;
   static constexpr int kBlockM = BLOCK_M, kWarps = WARPS, kStages = STAGES;
   static constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
-  static constexpr int kSlices = SLICES;  // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
+  // Number of slices of K that a CTA computes one after the other (reduce.cuh); 1 with split-K.
+  static constexpr int kSlices = SLICES;
 };

@@ -40,18 +40,19 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
                 FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT> {
   using T = X;  // type of x, the residual and y
   static constexpr bool kAligned = ALIGNED;
-  static constexpr bool kAsync = ASYNC;  // whether cp.async copies; else registers
+  // Whether cp.async copies to shared memory; otherwise threads copy through registers.
+  static constexpr bool kAsync = ASYNC;
   static constexpr Math kMath = Math::MATH;
   static constexpr int kBlockM = BLOCK_M;
-  static constexpr int kXRows = X_ROWS;              // number of rows of x per stage
+  static constexpr int kXRows = X_ROWS;              // number of rows of x per stage, less than BLOCK_M for few rows
   static constexpr int kWarpColumns = WEIGHT_TILES;  // number of tile columns (32 columns of y each) per warp
   static constexpr int kWarpsN = WARPS_N;            // number of warps per slice of K, side by side along n
   static constexpr int kSlices = WARPS_K;            // number of slices of K per CTA
-  static constexpr int kStageK = STAGE_K;            // the extent of a stage along K
+  static constexpr int kStageK = STAGE_K;            // the extent of a stage along K, 64 or 128
   static constexpr int kStages = STAGES;             // number of stages per slice
-  static constexpr int kPassRows = PASS_ROWS;        // number of rows of accumulators that shared memory holds
+  static constexpr int kPassRows = PASS_ROWS;        // number of rows whose accumulators are in shared memory at a time
   static constexpr int kCtasPerSm = CTAS_PER_SM;
-  static constexpr bool kStreamK = STREAM_K;  // whether CTAs share units (tile_scheduler.cuh)
+  static constexpr bool kStreamK = STREAM_K;  // whether CTAs share the k tiles of a tile (stream-K, tile_scheduler.cuh)
   static constexpr int kSharedBytes = SHARED_BYTES;
 };
 

@@ -16,14 +16,15 @@
 // subnormal q * 2^-24 as if it were 2^-14, and cut off the same number of bits below: up to 10 bits of precision less.
 enum class Math { kExact, kScaled };
 
-// Host is the Config of gemm_mma_fragments.cu.
+// The constants that follow from those of the host. Host is the Config of gemm_mma_fragments.cu.
 template <class Host> struct GemmMmaFragments : Host {
   static constexpr int kSliceThreads = 32 * Host::kWarpsN;
   static constexpr int kThreads = kSliceThreads * Host::kSlices;
   static constexpr int kTileColumns = Host::kWarpColumns * Host::kWarpsN;
   static constexpr int kBlockN = kTileColumns * kWeightTileN;
-  static constexpr int kStoreN = Host::kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
-  static constexpr int kCtaSums = Host::kBlockM * kBlockN;              // number of partial sums of a CTA
+  // Number of columns of y per CTA tile; gate and up together give one.
+  static constexpr int kStoreN = Host::kGated ? kBlockN / 2 : kBlockN;
+  static constexpr int kCtaSums = Host::kBlockM * kBlockN;  // number of partial sums of a CTA
   static constexpr int kM8Tiles = Host::kBlockM / 8;
   static constexpr int kN16Tiles = Host::kWarpColumns * 2;     // number of mma tiles of 16 columns per warp
   static constexpr int kSteps = Host::kStageK / 16;            // number of mma steps along k per stage
@@ -34,7 +35,7 @@ template <class Host> struct GemmMmaFragments : Host {
   static constexpr int kStageGroups = Host::kGroups > kParts ? Host::kGroups / kParts : 1;
   static constexpr int kGroupSteps = kSteps / kStageGroups;
 
-  // Whether operand A is multiplied by the scales.
+  // Whether operand A is multiplied by the scales, rounded, before the product.
   static constexpr bool kScalesWeight = Host::kMath != Math::kExact;
 
   static_assert(Host::kStageK == 64 || Host::kStageK == 128, "a stage is a weight tile or half of one");
@@ -64,7 +65,8 @@ template <class Host> struct GemmMmaFragments : Host {
     using Ring = SharedArray<0, Host::kSlices * Host::kStages, kStageBytes>;
     using Pass = SharedArray<0, Host::kSlices * Host::kPassRows, kPitch * 4>;
     static constexpr int kOverlaidEnd = Ring::kEnd > Pass::kEnd ? Ring::kEnd : Pass::kEnd;
-    using Factors = SharedArray<kOverlaidEnd, Host::kRmsNormsX ? Host::kBlockM : 0, 4>;  // of the RMSNorm
+    // Float32 factors by which RMSNorm multiplies the rows of y.
+    using Factors = SharedArray<kOverlaidEnd, Host::kRmsNormsX ? Host::kBlockM : 0, 4>;
     static constexpr int kBytes = Factors::kEnd;
   };
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);

@@ -63,7 +63,7 @@ template <class C> class Copies {
     });
     advance<PART>();
   }
-  // Stores what load_next has loaded to stage `stage_idx`.
+  // Stores the stage that load_next has loaded into registers to stage `stage_idx` of shared memory.
   __device__ __forceinline__ void store_loaded(int stage_idx) const {
     const uint32_t stage = ring_ + stage_idx * C::kStageBytes;
     for_each<0>(
@@ -73,7 +73,8 @@ template <class C> class Copies {
  private:
   static constexpr int kXChunks = C::kXRows * C::kStageK / 8;
   static constexpr int kXPasses = ceil_div(kXChunks, C::kSliceThreads);
-  static constexpr int kCodeVectors = C::kStageCodeBytes / 512;  // per lane and tile column
+  // Number of 16-byte vectors of codes that a lane copies per tile column (32 columns) and stage.
+  static constexpr int kCodeVectors = C::kStageCodeBytes / 512;
   static constexpr int kGroupVectors = ceil_div(C::kStageGroups * C::kGroupBytes, 512);
   static constexpr int kVectors = kXPasses + C::kWarpColumns * (kCodeVectors + kGroupVectors);
 
@@ -112,7 +113,7 @@ template <class C> class Copies {
     }
   }
 
-  // Proceeds to the next weight tile after its last part.
+  // Moves on to the next weight tile (128 k) after the last part of the current one.
   template <int PART> __device__ __forceinline__ void advance() {
     if constexpr (PART + 1 == C::kParts) {
       x_ += C::kSlices * kWeightTileK * sizeof(T);

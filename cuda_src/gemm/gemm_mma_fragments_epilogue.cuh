@@ -7,11 +7,11 @@
 #include "common/reduce.cuh"
 #include "gemm/gemm_mma_fragments.cuh"
 
-// Eight adjacent columns of one row of float32 sums.
+// The float32 sums of eight adjacent columns of a row of y.
 template <class C> struct Sums {
   float values[8] = {};
 
-  // Adds eight sums, in memory that the compiler must not cache.
+  // Adds eight partial sums of another CTA, which the compiler must not keep in a cache: it has just written them.
   __device__ __forceinline__ void add_partial(const float* source) {
     const float4 low = __ldcg(reinterpret_cast<const float4*>(source));
     const float4 high = __ldcg(reinterpret_cast<const float4*>(source) + 1);
@@ -19,7 +19,7 @@ template <class C> struct Sums {
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] += others[i];
   }
-  // Adds the accumulators of all slices, whose first one is at `source`.
+  // Adds the accumulators of all slices of K of this CTA; those of the first slice begin at `source`.
   __device__ __forceinline__ void add_slices(const float* source) {
 #pragma unroll
     for (int slice = 0; slice < C::kSlices; ++slice) {
@@ -41,15 +41,15 @@ template <class C> struct Sums {
   }
 };
 
-// The output of a unit: y, its epilogue and its partial sums.
+// Where the sums of a tile go: y with its epilogue or, if CTAs share the tile, partial sums.
 template <class C> struct Output {
   using T = typename C::T;
 
   Epilogue<T, C> epilogue;
   ResidualStream<C::kOrdersY> stream;
   T* y;
-  float* partials;       // float32 [CTA][kBlockM][kBlockN]
-  const float* factors;  // with kRmsNormsX: float32 [kBlockM], in shared memory
+  float* partials;       // the partial sums of shared tiles, float32 [CTA][kBlockM][kBlockN]
+  const float* factors;  // with kRmsNormsX the factors of the rows, float32 [kBlockM] in shared memory
   int m, n, ldy;
 
   // Returns the number of columns of y.
@@ -65,7 +65,7 @@ template <class C> struct Output {
     constexpr int kVectors = C::kStoreN / 8;
 #pragma unroll 1
     for (int index = threadIdx.x; index < rows * kVectors; index += C::kThreads) {
-      const int row = first + index / kVectors;  // in the tile
+      const int row = first + index / kVectors;  // row of y within the tile
       const int local_column = index % kVectors * 8;
       const int column = tile.n_block * C::kStoreN + local_column;
       const bool is_valid = column < n_out();
@@ -96,7 +96,7 @@ template <class C> struct Output {
   }
 
  private:
-  // Stores eight columns; with kAddsToStream, returns the sum of h^2 over them.
+  // Stores eight columns of a row of y; with kAddsToStream, returns the sum of h^2 over them (residual_stream.cuh).
   __device__ __forceinline__ float store_vector(const Sums<C> (&sums)[C::kGated + 1], int row, int column) const {
     const Vector<T, 8> residuals = epilogue.template residuals<C::kAligned>(row, column);
     float values[8];

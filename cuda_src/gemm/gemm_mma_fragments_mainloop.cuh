@@ -7,7 +7,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/ldmatrix.cuh"
 
-// Synchronizes the warps of a slice.
+// Synchronizes the warps of one slice of K by a named barrier, or by __syncwarp if a slice is one warp.
 template <class C> __device__ __forceinline__ void sync_slice(int slice) {
   if constexpr (C::kWarpsN == 1) {
     __syncwarp();
@@ -18,13 +18,13 @@ template <class C> __device__ __forceinline__ void sync_slice(int slice) {
   }
 }
 
-// The parameters of one group for the 16 columns of an mma tile.
+// The scales and zero points of one group for a lane's columns of an mma tile of 16 columns.
 template <class C> struct GroupOperands {
   using T = typename C::T;
 
-  ScaledCodes<T, C> scaled;  // kScaled
-  uint32_t zeros;            // kExact: in the form that ExactCodes takes
-  float scales[2];           // kExact: of columns g and g + 8
+  ScaledCodes<T, C> scaled;  // with kScaled, what converts codes to scaled weights
+  uint32_t zeros;            // with kExact, the zero points as ExactCodes subtracts them
+  float scales[2];           // with kExact, the scales of columns g and g + 8 (lane 4 g + t)
 
   GroupOperands() = default;
   __device__ __forceinline__ GroupOperands(const Group<C>& group, const typename ScaledCodes<T, C>::Factor& factor) {
@@ -40,7 +40,7 @@ template <class C> struct GroupOperands {
     if constexpr (C::kMath == Math::kExact) ExactCodes<T>::convert(a, word, zeros);
     if constexpr (C::kMath == Math::kScaled) scaled.convert(a, word);
   }
-  // Returns the factor of the accumulators.
+  // Returns the factor by which the epilogue multiplies the accumulators.
   static __device__ __forceinline__ float unit(float result_factor) {
     if constexpr (C::kMath == Math::kExact) return ExactCodes<T>::kUnit;
     return result_factor;
@@ -49,7 +49,7 @@ template <class C> struct GroupOperands {
 
 template <class C> using Accumulators = float[C::kN16Tiles][C::kM8Tiles][4];
 
-// Computes the accumulators of a slice for one unit.
+// The main loop of one slice of K: adds the products of its part of a tile's K to the accumulators of its warps.
 template <class C> class MainLoop {
   using T = typename C::T;
 
@@ -78,7 +78,7 @@ template <class C> class MainLoop {
     }
   }
 
-  // Adds the products of the slice's weight tiles.
+  // Adds the products of the slice's weight tiles (128 k each), stage by stage.
   __device__ __forceinline__ void run(Accumulators<C>& accumulators, Copies<C>& copies, int weight_tiles) {
     const int stages = weight_tiles * C::kParts;
     if (stages <= 0) return;
@@ -170,7 +170,7 @@ template <class C> class MainLoop {
       groups_[i] = Group<C>::load_shared(scales_ + begin, zeros_ + begin, group);
     }
   }
-  // Loads operand B of a turn; with 8 rows, of two turns.
+  // Loads the rows of x (operand B) for a turn; with 8 rows of x, for two turns at once.
   template <int TURN> __device__ __forceinline__ void load_x(uint32_t stage) {
     constexpr int kStep = TURN / kStepTurns;
     constexpr int kBegin = kStep / 4 * (C::kXRows * 128) + TURN % kStepTurns * (kTurnM8Tiles * 8 * 128);
@@ -205,7 +205,7 @@ template <class C> class MainLoop {
       }
     }
   }
-  // Prepares the group that load_group has loaded.
+  // Converts the scales and zero points that load_group has loaded to the form in which they are used.
   __device__ __forceinline__ void begin_group() {
 #pragma unroll
     for (int i = 0; i < C::kN16Tiles; ++i) {
@@ -217,7 +217,7 @@ template <class C> class MainLoop {
       }
     }
   }
-  // Adds the sums of a group to the accumulators.
+  // Adds the sums over a group, multiplied by the group's scales, to the accumulators.
   __device__ __forceinline__ void end_group(Accumulators<C>& accumulators) const {
 #pragma unroll
     for (int i = 0; i < C::kN16Tiles; ++i) {
@@ -238,7 +238,8 @@ template <class C> class MainLoop {
 
   int slice_;
   typename ScaledCodes<T, C>::Factor factor_;
-  uint32_t codes_, scales_, zeros_, x_;  // the shared addresses of this lane's operands in stage 0
+  // Shared addresses of what this lane reads in stage 0: codes, scales, zero points, x.
+  uint32_t codes_, scales_, zeros_, x_;
   Vector<uint32_t, 4> words_[C::kK64Parts][C::kN16Tiles];
   Group<C> groups_[C::kN16Tiles];
   GroupOperands<C> operands_[C::kN16Tiles];

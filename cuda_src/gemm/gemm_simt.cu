@@ -25,7 +25,8 @@
 
 using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr Zeros kZeros = Zeros::ZEROS;
-constexpr int kSlices = SLICES;  // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
+// Number of slices of K that a CTA computes one after the other (reduce.cuh); 1 with split-K.
+constexpr int kSlices = SLICES;
 constexpr int kBlockM = 64;
 constexpr int kBlockN = 64;
 constexpr int kBlockK = 16;

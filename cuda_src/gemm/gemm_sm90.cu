@@ -26,8 +26,10 @@ struct Config : GemmSm90Config {
 };
 
 template <class Host> struct GemmSm90Wgmma : GemmSm90<Host> {
-  static constexpr int kXHalfBytes = Host::kBlockM * 128;  // bytes of BLOCK_M rows x 64 columns of x
-  static constexpr int kAccumulators = Host::kBlockM / 2;  // number of accumulators per thread and m64 tile
+  // Bytes of half a k tile of x: BLOCK_M rows x 64 values, 128 bytes each.
+  static constexpr int kXHalfBytes = Host::kBlockM * 128;
+  // Number of accumulators per thread and m64 tile (64 columns of W x BLOCK_M rows of x).
+  static constexpr int kAccumulators = Host::kBlockM / 2;
   static constexpr int kK16Steps = kWeightTileK / 16;
 
   static_assert(Host::kConsumerWarps == Host::kWarpgroups * 4, "a warpgroup is four warps");
@@ -73,7 +75,7 @@ __device__ __forceinline__ void gemm_sm90_wgmma(const GemmArguments<C>& args, fl
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<C::kStages>::consumer(consumer);
     const Operands mine = lane_operands(tile);
-    uint32_t preceding = 0;  // empty barrier (shared address) of the preceding stage if not yet released, else 0
+    uint32_t preceding = 0;  // address of the preceding stage's empty barrier until that stage is released, then 0
     uint32_t a[2][4][4];
     const typename ScaledCodes<T, C>::Factor factor(scale_factor);
     for (int iteration = consumer; iteration < tile.iterations(); iteration += C::kConsumers) {

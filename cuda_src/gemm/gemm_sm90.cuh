@@ -39,7 +39,7 @@
 constexpr int kXParts = 8;
 template <class C> constexpr bool kPrefetchesX = !C::kAddsToStream && !C::kRmsNormsX;
 
-// Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call this function from different branches.
+// Synchronizes all threads of the CTA. Unlike with __syncthreads, warps may call this in different branches.
 template <class C> __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, C::kThreads); }
 
 // Waits until the barriers of all CTAs of the cluster are initialized.
@@ -51,12 +51,12 @@ template <class C> __device__ __forceinline__ void sync_setup() {
   }
 }
 
-// Lets the next kernel start, unless it starts late.
+// Lets the next kernel start as SMs become free (PDL), unless it is to start late.
 template <class C> __device__ __forceinline__ void start_next() {
   if constexpr (!C::kStartsNextLate) ptx::griddepcontrol_launch_dependents();
 }
 
-// Waits for the preceding kernel, then lets the next kernel start if it starts late.
+// Waits for the preceding kernel (PDL); then lets the next kernel start if it is to start late.
 template <class C> __device__ __forceinline__ void wait_for_x() {
   ptx::griddepcontrol_wait();
   if constexpr (C::kStartsNextLate) ptx::griddepcontrol_launch_dependents();
@@ -133,7 +133,7 @@ template <class C> __device__ __forceinline__ void produce(const Tile<C>& tile, 
       }
     }
   }
-  auto landed = PipelineState<C::kStages>::consumer();  // the oldest stage whose copies may be in flight
+  auto landed = PipelineState<C::kStages>::consumer();  // the oldest stage whose copies may still be in flight
   if constexpr (C::kWindow < C::kStages) {
     for (int i = C::kWindow; i < prologue; ++i) {
       pipeline.consumer_wait(landed);
@@ -162,7 +162,7 @@ template <class C> __device__ __forceinline__ void produce(const Tile<C>& tile, 
   if constexpr (C::kAddsToStream) args.next_weight.prefetch(blockIdx.x);
 }
 
-// Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls this function with its index `warp`.
+// Computes the RMSNorm factors of the rows that this CTA stores. WARPS warps call this, each with its index `warp`.
 template <int WARPS, class C> __device__ __forceinline__ void make_factors(const Tile<C>& tile,
                                                                            const GemmArguments<C>& args,
                                                                            uint8_t* memory, int warp) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void run_tile(const GemmArguments<C>& args, PrefetchX
     start_next<C>();
     float* accumulators = reinterpret_cast<float*>(memory);
     const OutputVector<C> first(tile, threadIdx.x, args.m,
-                                args.n);  // this thread's first vector of the residual stream
+                                args.n);  // position of the first vector (8 columns) of this thread
     // The residual stream is no longer in L2: weights that were read later have evicted the stream.
     if (C::kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
     if constexpr (C::kRmsNormsX && !C::kHasFactorWarp) make_factors<C::kProducerWarp>(tile, args, memory, warp);

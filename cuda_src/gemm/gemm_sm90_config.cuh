@@ -14,16 +14,19 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   using T = X;  // type of x, the residual and y
   static constexpr bool kAligned = ALIGNED;
   static constexpr int kBlockM = BLOCK_M;
-  static constexpr int kWeightTiles = WEIGHT_TILES;      // number of weight tiles along n per CTA tile
-  static constexpr int kConsumers = CONSUMERS;           // number of consumers, which take turns at the stages
+  static constexpr int kWeightTiles = WEIGHT_TILES;  // number of weight tiles along n per CTA tile
+  static constexpr int kConsumers = CONSUMERS;  // number of consumers (groups of warps), which take turns at the stages
   static constexpr int kConsumerWarps = CONSUMER_WARPS;  // number of warps per consumer
   static constexpr int kStages = STAGES;
-  static constexpr int kKTiles = K_TILES;  // number of weight tiles along k per stage, copied together per tile column
-  static constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster; each computes the tile over its slice of K
-  static constexpr bool kRankOrder = RANK_ORDER;  // whether partial sums are added by rank of the CTA
+  // Number of k tiles (128 k) per stage; those of a tile column are copied together.
+  static constexpr int kKTiles = K_TILES;
+  static constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster, which divide K of one tile among each other
+  // Whether partial sums are added by rank of the CTA, so that their order is that of K.
+  static constexpr bool kRankOrder = RANK_ORDER;
   static constexpr int kCtasPerSm = CTAS_PER_SM;
-  static constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage, or 0
-  static constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
+  // Bytes of x that the producer copies per stage; 0 if consumers copy x themselves.
+  static constexpr int kXStageBytes = X_STAGE_BYTES;
+  static constexpr int kXRingBytes = X_RING_BYTES;  // bytes of all stages of x
   // Whether the weights of all stages, or only those of the first stages (Tile::stages_ahead), are copied before
   // griddepcontrol.wait. TMA serves copies in order, so x arrives after all weights that were copied before it. Copying
   // the weights of all stages suits a CTA that starts long before the preceding kernel ends; a CTA that starts later
@@ -41,7 +44,7 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   static constexpr int kConsumerRegisters = CONSUMER_REGISTERS, kSharedBytes = SHARED_BYTES;
 };
 
-// The additional parameters of a fused GEMM that prefetches the weight of the next one.
+// The additional parameters of a fused GEMM that prefetches the weight of the next GEMM into L2 (next_weight.cuh).
 #if ADD_TO_STREAM
 #define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
 #define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_up_offset

@@ -23,7 +23,7 @@ template <class C> __device__ __forceinline__ void store_accumulators(float* acc
 
 // The position of a vector of 8 columns of y; `index` numbers the vectors of the rows that this CTA owns, row by row.
 template <class C> struct OutputVector {
-  uint32_t local_row, local_column;  // row among the owned rows; column in the tile
+  uint32_t local_row, local_column;  // row among the rows that this CTA stores, and column within the tile
   int row, column;
   bool is_valid;
 
@@ -43,7 +43,7 @@ template <class C> struct GemmArguments {
   const typename C::Bias* bias;
   const typename C::T* residual;
   typename C::T* y;
-  const TensorMap* x_map;  // null: the consumers copy x
+  const TensorMap* x_map;  // tensor map of x; null if consumers copy x with cp.async
   int m, n, k, ldr, ldy;
   float low, high;
   ResidualStream<C::kOrdersY> stream;

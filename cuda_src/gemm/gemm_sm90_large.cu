@@ -41,10 +41,12 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using T = X;  // type of x, the residual and y
   static constexpr bool kAligned = ALIGNED;
   static constexpr int kBlockM = BLOCK_M, kStages = STAGES, kCluster = CLUSTER;
-  static constexpr bool kStreamK = STREAM_K;      // whether clusters share units (tile_scheduler.cuh)
+  // Whether clusters share the k tiles of a unit (stream-K, tile_scheduler.cuh).
+  static constexpr bool kStreamK = STREAM_K;
   static constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
   static constexpr int kM64Tiles = M64_TILES;     // number of m64 tiles (64 columns of y each) per warpgroup
-  static constexpr int kStoreRows = STORE_ROWS;   // number of rows of y per store buffer
+  // Number of rows of y that a warpgroup transposes in shared memory at a time.
+  static constexpr int kStoreRows = STORE_ROWS;
   static constexpr int kSharedBytes = SHARED_BYTES;
 };
 using Kernel = GemmSm90Large<Config>;
@@ -88,7 +90,7 @@ template <class C> __device__ __forceinline__ void produce(const typename C::Sha
   __syncwarp();
 }
 
-// The arguments are those of the kernel.
+// The body of the kernel, for one configuration; `gemm_sm90_large` below passes its arguments on.
 template <class C>
 __device__ __forceinline__ void gemm_sm90_large_units(const uint8_t* weight, const typename C::Bias* bias,
                                                       const typename C::T* residual, typename C::T* y, float* partials,
@@ -155,7 +157,7 @@ __device__ __forceinline__ void gemm_sm90_large_units(const uint8_t* weight, con
         prefetch_residual<C>(epilogue, scheduler.tile(cluster_rank<C::kCluster>()), warpgroup, m, n);
       typename C::Accumulators accumulators = {};
       uint32_t a[2][4][4];
-      uint32_t preceding = 0;  // shared address of the preceding stage's empty barrier; 0 in the first k tile
+      uint32_t preceding = 0;  // address of the preceding stage's empty barrier; 0 in the first k tile
       pipeline.consumer_wait(state);
       load_slice(state.stage_idx, 0);
       dequantize(a[0]);

@@ -9,7 +9,7 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 
-// Host is the Config of gemm_sm90_large.cu.
+// The constants that follow from those of the host. Host is the Config of gemm_sm90_large.cu.
 template <class Host> struct GemmSm90Large : Host {
   // Whether the partial sums of stream-K pass through the pipeline. With two m64 tiles per warpgroup, such sums would
   // slow down the main loop by up to 10%; with four warpgroups, registers would spill.
@@ -21,7 +21,8 @@ template <class Host> struct GemmSm90Large : Host {
   static constexpr int kProducerRegisters = Host::kWarpgroups == 2 ? 40 : 24;
   static constexpr int kWeightTiles = Host::kWarpgroups * Host::kM64Tiles * 2;
   static constexpr int kBlockN = kWeightTiles * kWeightTileN;
-  static constexpr int kAccumulators = Host::kBlockM / 2;  // number of accumulators per thread and m64 tile
+  // Number of accumulators per thread and m64 tile (64 columns of W x BLOCK_M rows of x).
+  static constexpr int kAccumulators = Host::kBlockM / 2;
 
   static_assert(Host::kM64Tiles * Host::kBlockM * (Host::kWarpgroups / 2) <= 256, "the accumulators fit in registers");
   static_assert(!Host::kGated || Host::kM64Tiles == 2, "a warpgroup computes both the gate and the up projection");
@@ -31,7 +32,8 @@ template <class Host> struct GemmSm90Large : Host {
   static_assert(Host::kBlockM % 8 == 0 && (Host::kStoreRows == 16 || Host::kBlockM % 32 == 0),
                 "the last chunk has 8, 16 or 32 rows");
 
-  static constexpr int kStoreN = Host::kGated ? 64 : Host::kM64Tiles * 64;  // number of columns of y per warpgroup
+  // Number of columns of y per warpgroup; gate and up together give one.
+  static constexpr int kStoreN = Host::kGated ? 64 : Host::kM64Tiles * 64;
   static constexpr int kXHalfBytes = Host::kBlockM * 128;  // bytes of half a stage of x: BLOCK_M rows x 64 columns
   static constexpr int kXStageBytes = 2 * kXHalfBytes;
   static constexpr int kWeightStageBytes = kWeightTiles * Host::kWeightTileBytes;
@@ -53,8 +55,10 @@ template <class Host> struct GemmSm90Large : Host {
   };
   ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
 
-  static constexpr int kWarpgroupSums = kXStageBytes / 4;       // number of partial sums of a warpgroup
-  static constexpr int kSignalBarrier = 1 + Host::kWarpgroups;  // index of the named barrier of the signaler
+  // Number of partial sums of a warpgroup; as many bytes as a stage of x.
+  static constexpr int kWarpgroupSums = kXStageBytes / 4;
+  // Index of the named barrier at which the signaler waits for the consumers.
+  static constexpr int kSignalBarrier = 1 + Host::kWarpgroups;
   static constexpr int kSignalThreads = (kConsumerWarps + 1) * 32;
   static_assert(kWarpgroupSums == kAccumulators * 128, "the accumulators of an m64 tile fit into a stage of x");
 

@@ -64,7 +64,7 @@ template <class C> __device__ __forceinline__ bool reduce_shared_unit(typename C
 //   producer    waits for the counter, resets it, and copies partial sums to the stages         copy_partial_sums
 //   consumers   add the partial sums of their warpgroup                                         add_partial_sums
 
-// Returns the counter of a unit, for this CTA of the cluster.
+// Returns the counter of a shared unit for this CTA's rank: how many clusters have written their partial sums.
 template <class C>
 __device__ __forceinline__ uint32_t* unit_counter(const typename C::Scheduler& scheduler, uint32_t* counters) {
   return counters + scheduler.unit * C::kCluster + cluster_rank<C::kCluster>();
@@ -77,7 +77,7 @@ template <class C> __device__ __forceinline__ int64_t partial_sums(int cluster_i
   return static_cast<int64_t>(cta * C::kWarpgroups + warpgroup) * C::kWarpgroupSums;
 }
 
-// Writes the warpgroup's accumulators, float4 [kAccumulators / 4][128 threads].
+// Writes the warpgroup's accumulators as partial sums, float4 [kAccumulators / 4][128 threads].
 template <class C> __device__ __forceinline__ void write_partial_sums(const typename C::Accumulators& accumulators,
                                                                       const typename C::Scheduler& scheduler,
                                                                       int warpgroup, float* partials) {
@@ -87,7 +87,7 @@ template <class C> __device__ __forceinline__ void write_partial_sums(const type
   ptx::barrier_arrive(C::kSignalBarrier, C::kSignalThreads);
 }
 
-// The role of the signaler. The consumers start their next unit during its fence.
+// The role of the signaler warp, which announces partial sums; meanwhile the consumers start their next unit.
 template <class C>
 __device__ __forceinline__ void signal_partial_sums(typename C::Scheduler& scheduler, uint32_t* counters) {
   while (scheduler.advance()) {
@@ -109,7 +109,8 @@ template <class C> __device__ __forceinline__ void copy_partial_sums(const typen
   if (is_leader) {
     uint32_t* counter = unit_counter<C>(scheduler, counters);
     wait_for_partials(counter, scheduler.cluster_idx - first);
-    ptx::fence_proxy_async();  // the copies read what other CTAs have stored
+    // Order what other CTAs have stored, which this thread has acquired, before the copies of the async proxy.
+    ptx::fence_proxy_async();
   }
   __syncwarp();
 #pragma unroll 1

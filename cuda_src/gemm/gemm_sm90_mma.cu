@@ -87,7 +87,7 @@ template <class C> class GatheredX {
   __device__ __forceinline__ GatheredX(const T* x, int ldx, const Tile<C>& tile, int consumer, int m, int k)
       : x_(x), ldx_(ldx), tile_(tile), consumer_(consumer), m_(m), k_(k) {}
 
-  // Copies and gathers the x of all consumers.
+  // Copies the x of this CTA's slice of K, and gathers it for all consumers in the activation order.
   __device__ __forceinline__ void begin() {
     const uint32_t rows = tile_.shared.begin + kRowsBegin;
     for (int row = 0; row < m_; ++row) {
@@ -103,7 +103,7 @@ template <class C> class GatheredX {
     // The last weight tile may be longer than the slice; zeros fill it.
     for (int column = threadIdx.x * 8; column < ceil_div(columns, kWeightTileK) * kWeightTileK;
          column += C::kConsumerThreads * 8) {
-      uint32_t indices[4] = {};  // pairs of indices
+      uint32_t indices[4] = {};  // pairs of uint16 indices into the row of x
       if (column < columns) ptx::ld_shared(indices, order_address(tile_, m_, k_, column));
       uint32_t words[C::kXRows][4] = {};
 #pragma unroll
@@ -128,7 +128,7 @@ template <class C> class GatheredX {
     next_ = gathered + consumer_ * kStageBytes;
   }
 
-  // Returns the shared address of the x of the consumer's next iteration.
+  // Returns the shared address of the gathered x for the consumer's next iteration.
   __device__ __forceinline__ uint32_t next() {
     const uint32_t begin = next_;
     next_ += C::kConsumers * kStageBytes;
@@ -140,15 +140,15 @@ template <class C> class GatheredX {
  private:
   static constexpr uint32_t kStageBytes = C::kXRows * C::kXChunks * 16;
   static constexpr int kRowsBegin = ceil_div(C::SharedStorage::kBytes, 16) * 16;
-  static constexpr int kBarrier = 1;  // named barrier of the consumers; sync_cta takes barrier 0
+  static constexpr int kBarrier = 1;  // index of the consumers' named barrier; sync_cta uses barrier 0
 
   static_assert(C::kM8Tiles == 1, "lanes past the last row of x load that row again");
 
-  // Returns the number of columns of x in this CTA's slice of K.
+  // Returns the number of columns of x (rows of W) in this CTA's slice of K.
   static __device__ __forceinline__ int slice_columns(const Tile<C>& tile, int k) {
     return min(k, tile.k_tile_end * kWeightTileK) - tile.k_tile_begin * kWeightTileK;
   }
-  // Returns the shared address of the index of a column of the slice.
+  // Returns the shared address of the activation-order index for a column of the slice of K.
   static __device__ __forceinline__ uint32_t order_address(const Tile<C>& tile, int m, int k, int column) {
     return tile.shared.begin + kRowsBegin + m * k * sizeof(T) + column * sizeof(uint16_t);
   }
@@ -160,7 +160,7 @@ template <class C> class GatheredX {
   uint32_t next_;
 };
 
-// x, ldx and order are the kernel's arguments.
+// The body of the kernel, for one configuration; x, ldx and order are arguments of `gemm_sm90_mma` below.
 template <class C> __device__ __forceinline__ void gemm_sm90_mma_tile(const GemmArguments<C>& args,
                                                                       const typename C::T* x, int ldx,
                                                                       const uint16_t* order) {

@@ -37,7 +37,7 @@ template <class Host> struct GemmSm90MmaInvariant : GemmSm90X<Host> {
   static_assert(Host::kZeros != Zeros::kOffset, "only wgmma adds offsets");
 };
 
-// x and ldx are the kernel's arguments.
+// The body of the kernel, for one configuration; x and ldx are arguments of `gemm_sm90_mma_invariant` below.
 template <class C> __device__ __forceinline__ void gemm_sm90_invariant_tile(const GemmArguments<C>& args,
                                                                             const typename C::T* x, int ldx,
                                                                             float scale_factor, float result_factor) {
@@ -63,7 +63,7 @@ template <class C> __device__ __forceinline__ void gemm_sm90_invariant_tile(cons
     const uint32_t my_other_x = ptx::opaque(my_x ^ 64);
     const typename ScaledCodes<T, C>::Factor factor(scale_factor);
 
-    // The codes, scales and zero points of a k tile for this lane.
+    // What a lane holds of one k tile of the weight (128 k): codes, scales and zero points.
     struct Weights {
       Vector<uint32_t, 4> words[2];
       Group<C> groups[C::kGroups];
@@ -151,7 +151,7 @@ template <class C> __device__ __forceinline__ void gemm_sm90_invariant_tile(cons
       pipeline.consumer_wait(state);
       const int k_tiles = tile.k_tiles(iteration);
       const uint32_t stage_offset = state.stage_idx * C::kWeightStageBytes;
-      // While k tiles are multiplied, the weights of the next ones are loaded.
+      // The weights of the next k tiles are loaded while the current ones are multiplied.
       Weights weights[2][C::kInterleaved];
       auto load = [&](int k_tile) {
 #pragma unroll

@@ -62,7 +62,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using Scale = SCALE;
   static constexpr Zeros kZeros = Zeros::ZEROS;
   static constexpr int kRows = ROWS, kWords = WORDS, kWarps = WARPS;
-  static constexpr int kStages = STAGES;  // number of stages per warp
+  static constexpr int kStages = STAGES;  // number of stages per warp; each warp has a ring of its own
   static constexpr int kSplitK = SPLIT_K;
   static constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS, kInvariant = INVARIANT;
   static constexpr int kCtasPerSm = CTAS_PER_SM, kSharedBytes = SHARED_BYTES;
@@ -76,7 +76,7 @@ template <class Host> struct GemmSm90Raw : Host {
   static constexpr int kOdd = Host::kRows == 1 ? 1 : 2;       // number of rows per lane in each tile of 8 rows
   static constexpr int kLaneRows = Host::kInvariant ? 4 : 8;  // number of adjacent rows of the weight per lane
   static constexpr int kSliceSteps =
-      Host::kInvariant ? 2 : 1;  // number of steps of which the size of a slice is a multiple
+      Host::kInvariant ? 2 : 1;  // number of steps (32 k) of which the length of a slice of K is a multiple
 
   // A gated tile has two column ranges: columns of the gate and the matching columns of the up projection.
   static constexpr int kColumnRanges = Host::kGated ? 2 : 1;
@@ -125,7 +125,7 @@ template <class Host> struct GemmSm90Raw : Host {
   static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
 };
 
-// The arguments are those of the kernel.
+// The body of the kernel, for one configuration; `gemm_sm90_raw` below passes its arguments on.
 template <class C>
 __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scales, const void* zeros,
                                                    const typename C::Bias* bias, const typename C::T* residual,
@@ -330,7 +330,7 @@ __device__ __forceinline__ void gemm_sm90_raw_tile(const typename C::Scale* scal
       }
 #pragma unroll
       for (int w = 0; w < C::kWords; ++w) {
-        uint32_t codes[4][4];  // [register of A][nibble pair]
+        uint32_t codes[4][4];  // operand A for 16 k and four pairs of columns: [register of A][nibble pair]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);

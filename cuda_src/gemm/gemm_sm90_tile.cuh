@@ -15,12 +15,13 @@
 #include "hopper/tma.cuh"
 #include "ptx/cluster.cuh"
 
-// Host is a GemmSm90Config.
+// The constants that follow from those of the host. Host is a GemmSm90Config.
 template <class Host> struct GemmSm90 : Host {
   static constexpr int kProducerRegisters = 40;
 
   static constexpr int kBlockN = Host::kWeightTiles * kWeightTileN;
-  static constexpr int kStoreN = Host::kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
+  // Number of columns of y per CTA tile; gate and up together give one.
+  static constexpr int kStoreN = Host::kGated ? kBlockN / 2 : kBlockN;
   static constexpr int kProducerWarp =
       Host::kConsumers * Host::kConsumerWarps;  // warps 0 .. kProducerWarp - 1 are consumers
   static constexpr int kConsumerThreads = kProducerWarp * 32;
@@ -60,7 +61,8 @@ template <class Host> struct GemmSm90 : Host {
     static constexpr int kColumnFloats = ROW_PAIRS * 4;
     static constexpr int kFloats = 8 * kColumnFloats + 8;
 
-    // Returns the index of the float4 that holds rows `row`, `row` + 1 and columns `column`, `column` + 8.
+    // Returns where the float4 lies that holds rows `row`, `row` + 1 and columns `column`, `column` + 8 of the
+    // accumulators.
     static __device__ __forceinline__ uint32_t index(uint32_t row, uint32_t column) {
       const uint32_t block = row / (2 * ROW_PAIRS) * (kBlockN / 16) + column / 16;
       return block * kFloats + column % 8 * kColumnFloats + row / 2 % ROW_PAIRS * 4;
@@ -72,9 +74,9 @@ template <class Host> struct GemmSm90 : Host {
       for (int i = 0; i < 8; ++i) out[i] += source[i * kColumnFloats];
     }
   };
-  // The accumulators of one consumer, for all rows of the tile.
+  // The accumulators of one consumer in shared memory, for all rows of the tile.
   using ConsumerBlocks = AccumulatorBlocks<4>;
-  // The partial sums received from one other CTA, for the owned rows.
+  // The partial sums that one other CTA of the cluster has sent, for the rows that this CTA owns.
   using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows % 8 == 0 ? 4 : kOwnedRows % 4 == 0 ? 2 : 1)>;
   static constexpr int kConsumerFloats = Host::kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
   static constexpr int kReceivedFloats =
@@ -91,7 +93,7 @@ template <class Host> struct GemmSm90 : Host {
     static constexpr int kRankStep = 1;
     static constexpr uint32_t kThreads = kConsumerThreads;
 
-    // A float4 holds two rows and two columns.
+    // A float4 holds two rows and two columns, so the owned rows have kOwnedRows / 2 * kBlockN / 2 of them.
     static constexpr uint32_t kPairs = ReceivedBlocks::kRowPairs;
     static __device__ __forceinline__ uint32_t row(uint32_t unit) {
       return unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * (2 * kPairs);
@@ -108,11 +110,11 @@ template <class Host> struct GemmSm90 : Host {
                                              : Host::kStages;
 
   struct SharedStorage {
-    // Used during the main loop.
+    // The arrays of the main loop: the stages of x and of the weight.
     using XRing = SharedArray<0, 1, Host::kXRingBytes>;
     using WeightStages = SharedArray<XRing::kEnd, Host::kStages, kWeightStageBytes>;  // [stage][tile column][k tile]
     using Barriers = SharedArray<WeightStages::kEnd, 2 * Host::kStages, kBarrierBytes>;
-    // Used after the main loop, in the memory of the stages.
+    // The accumulators, which overwrite the stages after the main loop.
     using Accumulators = SharedArray<0, Host::kConsumers, kConsumerFloats * 4>;
     // These arrays have memory of their own, because other CTAs may write partial sums while this CTA is in its main
     // loop.
@@ -120,7 +122,8 @@ template <class Host> struct GemmSm90 : Host {
     using ReceivedBarrier = SharedArray<kOverlaidEnd, Host::kSplitK == 1 ? 0 : 1, 16>;
     using Received = SharedArray<ReceivedBarrier::kEnd, Host::kSplitK - 1, kReceivedFloats * 4>;
     using Factors =
-        SharedArray<Received::kEnd, Host::kRmsNormsX ? kOwnedRows : 0, 4>;  // RMSNorm factors of the owned rows
+        // Factors by which RMSNorm multiplies the owned rows.
+        SharedArray<Received::kEnd, Host::kRmsNormsX ? kOwnedRows : 0, 4>;
     static constexpr int kBytes = Factors::kEnd;
 
     uint32_t begin;  // shared address of the first byte, a multiple of 1024
@@ -140,7 +143,7 @@ template <class C> struct Tile {
   int n_block;
   int m_begin;      // first row of x in the tile
   int store_begin;  // first row that this tile stores; rows m_begin .. store_begin - 1 belong to the preceding tile
-  uint32_t split;   // rank of the CTA in its cluster
+  uint32_t split;   // rank of the CTA in its cluster, which is the index of its slice of K
   int k_tile_begin;
   int k_tile_end;
 

@@ -9,7 +9,8 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
-// Host is a GemmSm90Config with kXRows, the number of rows of x in shared memory, a power of two, and kXStages.
+// The constants of the ring. Host is a GemmSm90Config with kXRows, the number of rows of x in shared memory (a power of
+// two), and kXStages.
 template <class Host> struct GemmSm90X : GemmSm90<Host> {
   static constexpr int kStageK = Host::kKTiles * kWeightTileK;
   static constexpr int kXChunks = kStageK / 8;  // number of 16-byte chunks per row of x in shared memory
@@ -62,7 +63,8 @@ template <class C> class XRing {
     return begin;
   }
 
-  // Waits for the copies past the last iteration, which write zeros to memory that the accumulators are about to reuse.
+  // Waits for the copies behind the last iteration. They write zeros to memory that the accumulators are about to
+  // reuse.
   __device__ __forceinline__ void end() { ptx::cp_async_wait_group<0>(); }
 
  private:
@@ -80,7 +82,7 @@ template <class C> class XRing {
   static_assert(C::kXRingBytes == C::kConsumers * kRingBytes, "each consumer has a ring of its own");
   static_assert(C::kConsumerWarps == 1 || C::kConsumers < 16, "there are 16 named barriers, and sync_cta takes one");
 
-  // Starts the copies to the stage at byte offset `offset` of the ring.
+  // Starts to copy this thread's part of the next stage of x to the byte offset `offset` of the ring.
   __device__ __forceinline__ void copy(uint32_t offset) {
     if (kPassRows * kRowLanes == kConsumerSize || rows_left_ != kCopiesNothing) {
       const uint32_t target = ring_ + offset;
@@ -100,15 +102,15 @@ template <class C> class XRing {
   }
 
   int consumer_;
-  const T* x_;  // this thread's first chunk for the next stage to fill
+  const T* x_;  // address of this thread's first chunk of x (16 bytes) for the next stage to fill
   int ldx_;
   int rows_left_, k_left_;  // numbers of rows and of columns of x from this thread's first chunk on
   uint32_t ring_;
   uint32_t first_chunk_;  // byte offset of this thread's first chunk in a stage
-  uint32_t read_ = 0;     // byte offset of the next stage to read
+  uint32_t read_ = 0;     // byte offset in the ring of the next stage to read
 };
 
-// Prefetches this CTA's share of x into L2.
+// Prefetches into L2 the part of x that this CTA reads.
 template <class C>
 __device__ __forceinline__ void prefetch_x(const Tile<C>& tile, const typename C::T* x, int ldx, int m, int k) {
   constexpr int kLine = 128 / sizeof(typename C::T);

@@ -34,13 +34,13 @@ constexpr int kRows = ROWS;
 constexpr int kChunk = CHUNK;
 constexpr int kLanes = 16;
 constexpr int kBlockN = kLanes * 8;
-constexpr int kThreads = kBlockN;  // the epilogue has one thread per column
+constexpr int kThreads = kBlockN;  // one thread per column of the tile, for the epilogue
 constexpr int kSlices = kThreads / kLanes;
 constexpr int kWarps = kThreads / 32;
 
 static_assert(kZeros == Zeros::kOffset || sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// Computes q - z exactly for the eight codes of a word.
+// Computes code minus zero point, exactly, for the eight columns of an AWQ word.
 __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint32_t zeros) {
   if constexpr (kPtxPath) {
     using C = Codes<half_t>;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of one group for the eight columns of a word, read from the AWQ layout.
+// The scales, zero points and offsets of one group for the eight columns of an AWQ word.
 #pragma once
 
 #include "dequantize/int4.cuh"
 
-// The scales, zero points and offsets of one group. WHOLE: rows of scales and offsets start at multiples of 16 bytes.
+// The scales, zero points and offsets of a group for eight columns. WHOLE: rows of scales and offsets start at
+// multiples of 16 bytes, so one instruction loads them.
 template <class S, Zeros FORM, bool WHOLE> struct WordGroup {
   Vector<S, 8> scales;
   Vector<S, 8> offsets;

@@ -35,7 +35,7 @@ constexpr int kWeightTileN = 32;
 constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
 
-// The layout with the host's constants as RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>.
+// The layout as constants of the host: RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>. A kernel's Config inherits it.
 template <class ScaleType, Zeros kZeroPoints, int kGroupCount> struct RepackedLayout {
   using Scale = ScaleType;
   static constexpr Zeros kZeros = kZeroPoints;
@@ -53,7 +53,7 @@ template <class ScaleType, Zeros kZeroPoints, int kGroupCount> struct RepackedLa
 // store the results.
 template <class C> struct TileColumns {
   int last;              // index of the last tile column, relative to the CTA's first one
-  int64_t column_bytes;  // size of a tile column
+  int64_t column_bytes;  // size in bytes of a tile column, the weight tiles of the same 32 columns
   const uint8_t* begin;  // address of the CTA's first weight tile
 
   __device__ __forceinline__ TileColumns(const uint8_t* weight, int first_column, int first_k_tile, int n, int k)
@@ -67,9 +67,9 @@ template <class C> struct TileColumns {
 
 // The scales and zero points of one group for the two columns of a lane: g and g + 8 of 16 columns.
 template <class C> struct Group {
-  uint32_t scales;   // two values of type Scale
-  uint32_t zeros;    // two zero points of one byte each
-  uint32_t offsets;  // two values of type Scale, 0 without offsets
+  uint32_t scales;   // the scales of columns g and g + 8, two values of type Scale
+  uint32_t zeros;    // their zero points, in the two lowest bytes
+  uint32_t offsets;  // their offsets, two values of type Scale; 0 without offsets
 
   // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
   // first group of the tile.
@@ -140,7 +140,7 @@ template <class C> struct ScaledCodes<half_t, C> {
         : value(factor), pair(from_float<half_t>(factor).bits * 0x10001u) {}
   };
 
-  uint32_t lows, highs;  // the pairs 1024 + z and -(64 + z): see int4.cuh
+  uint32_t lows, highs;  // pairs 1024 + z and -(64 + z) for the two ways in which int4.cuh converts codes
   uint32_t scales;
   uint32_t offsets;
 

@@ -18,7 +18,7 @@
 // An mbarrier that counts the bytes of partial sums that CTAs of the cluster write to this CTA's shared memory. It
 // completes one phase per launch, phase 0, so waits always expect parity 0.
 struct PartialSumBarrier {
-  uint32_t barrier;  // shared address of the mbarrier
+  uint32_t barrier;  // its address in shared memory
 
   // Initialization by one thread: init, fence_mbarrier_init, then expect with the number of bytes that will be written
   // to this CTA. The cluster must synchronize before the first write.
@@ -52,7 +52,7 @@ struct PartialSumBarrier {
 //                                index(row, column) of the float4 that begins there, and add(out, sums, row, column),
 //                                which adds the values of a row, from `column` on, to `out`
 
-// Rows of kWidth columns, kRowFloats apart.
+// An arrangement of accumulators as rows of kWidth columns; adjacent rows are kRowFloats floats apart.
 template <int kWidth, int kRowFloats> struct RowMajorSums {
   using Consumer = RowMajorSums;
   using Received = RowMajorSums;

@@ -6,7 +6,7 @@
 #include "common/types.cuh"
 
 struct NextWeight {
-  const uint8_t* begin;  // repacked weight, which begins with the gate projection
+  const uint8_t* begin;  // the repacked weight, in which the gate projection comes first
   int share_bytes;       // number of bytes of the gate and of the up projection per CTA, a multiple of 16; may be 0
   int up_offset;         // distance in bytes from the gate projection to the up projection
 

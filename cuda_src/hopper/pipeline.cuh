@@ -80,7 +80,7 @@ template <int kNumStages> struct PipelineState {
   // Returns the initial state of a warp that waits on empty barriers: the warp does not block in the first pass over
   // the ring.
   static __device__ constexpr PipelineState producer() { return {0, 1}; }
-  // Returns the initial state of a warp that waits on full barriers.
+  // Returns the initial state of a warp that waits on full barriers: it blocks until the first copies have landed.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
 
   // Returns the state of a producer that has advanced `iteration` times.
@@ -140,7 +140,7 @@ template <int kNumStages, int kStageBytes> struct PipelineAddresses {
 template <int kNumStages, int kOffset> struct Pipeline {
   using State = PipelineState<kNumStages>;
 
-  uint32_t shared_begin;  // shared address of the first byte of dynamic shared memory
+  uint32_t shared_begin;  // shared address of the first byte of dynamic shared memory, where offsets begin
 
   __device__ __forceinline__ uint32_t full_barrier(int stage_idx) const {
     return shared_begin + kOffset + stage_idx * kBarrierBytes;
@@ -157,7 +157,7 @@ template <int kNumStages, int kOffset> struct Pipeline {
     ptx::mbarrier_init(full_barrier(stage_idx), full_arrivals);
     ptx::mbarrier_init(empty_barrier(stage_idx), empty_arrivals);
   }
-  // Initializes the barriers of all stages; called by one thread.
+  // Initializes the barriers of all stages; one thread calls this before any warp waits.
   __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) const {
 #pragma unroll
     for (int stage_idx = 0; stage_idx < kNumStages; ++stage_idx) init_stage(stage_idx, full_arrivals, empty_arrivals);

@@ -49,7 +49,7 @@ template <bool kOrdersY> struct ResidualStream {
   const int32_t* positions;
   float eps;
 
-  // The operands of the residual add for eight columns of a row.
+  // What the residual add reads for eight columns of a row, loaded before the accumulators are ready.
   struct Part {
     Vector<float, 8> h, norm_weight;
     float previous_inverse_rms;

@@ -19,13 +19,13 @@
 
 #include "common/types.cuh"
 
-// An array in shared memory: kCount elements of kElementBytes bytes each, from byte offset kFirst.
+// An array in shared memory: kCount elements of kElementBytes bytes each, from byte offset kFirst; kEnd is its end.
 template <int kFirst, int kCount, int kElementBytes> struct SharedArray {
   static constexpr int kBegin = kFirst;
   static constexpr int kBytes = kCount * kElementBytes;
   static constexpr int kEnd = kFirst + kBytes;
 
-  // Returns the shared address of element `index`.
+  // Returns the shared address of element `index`, if dynamic shared memory begins at `begin`.
   static __device__ __forceinline__ uint32_t at(uint32_t shared_begin, int index = 0) {
     return shared_begin + kFirst + index * kElementBytes;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma for both operand types, float16 and bfloat16.
+// wgmma for both types of 16-bit operands, float16 and bfloat16, selected by a template argument.
 #pragma once
 
 #include "common/types.cuh"

@@ -34,8 +34,8 @@ using int8_t = signed char;
 constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
 constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
-// Return the low or the high nibbles of four bytes, each moved to the half of its byte that mma needs: the high half
-// for int8, the low half for FP8.
+// Return the low or the high nibbles of the four bytes of a word as bytes. For int8 a nibble becomes the high half of
+// its byte (16 times the code), for FP8 the low half.
 template <bool kFp8> __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
   return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
 }
@@ -43,7 +43,7 @@ template <bool kFp8> __device__ __forceinline__ uint32_t high_nibbles(uint32_t w
   return kFp8 ? (word >> 4) & kLowNibbles : word & kHighNibbles;
 }
 
-// Returns c plus the dot product of two vectors of four int8.
+// Returns c plus the dot product of two words of four int8 (dp4a).
 __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(a), static_cast<int>(b), c);

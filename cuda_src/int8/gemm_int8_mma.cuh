@@ -19,7 +19,7 @@
 
 // The constants of the host (gemm_int8_mma_config.cuh), and those that follow from them.
 template <class Host> struct GemmInt8Mma : Host {
-  static constexpr int kTilesM = Host::kWarpM / 16;  // number of mma tiles per warp along m
+  static constexpr int kTilesM = Host::kWarpM / 16;  // number of mma tiles of 16 rows per warp
   static constexpr int kTilesN = 4;
   static constexpr int kThreads = Host::kWarpsM * Host::kWarpsN * 32;
   static constexpr int kBlockM = Host::kWarpsM * Host::kWarpM;
@@ -30,7 +30,8 @@ template <class Host> struct GemmInt8Mma : Host {
   static constexpr int kXBytes = kBlockM * kBlockK;
   static constexpr int kChunksN = Host::kBits;  // number of 16-byte chunks per row of the weight in a stage
   static constexpr int kWeightBytes = kBlockN * kChunksN * 16;
-  static constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sX, oX, sumX in a stage
+  // Byte offset in a stage of the parameters of x: sX, oX, sumX.
+  static constexpr int kXParameters = kXBytes + kWeightBytes;
   static constexpr int kWeightParameters = kXParameters + Host::kXBlocks * 3 * kBlockM * 4;
   static constexpr int kStageBytes = kWeightParameters + Host::kXBlocks * 3 * kBlockN * 4;
   static constexpr int kAccumulators = kTilesM * kTilesN * 4;

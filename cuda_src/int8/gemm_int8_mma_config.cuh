@@ -10,7 +10,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using T = Y;
   static constexpr int kBits = BITS, kWarpsM = WARPS_M, kWarpsN = WARPS_N, kWarpM = WARP_M, kStages = STAGES;
   static constexpr int kXBlocks = X_BLOCKS;
-  // Whether x is int8 and a quantization block has at most 256 columns.
+  // Whether x is int8 and a quantization block has at most 256 columns, so that sums stay below 2^22 (magic_to_float).
   static constexpr bool kShortBlocks = SHORT_BLOCKS;
   static constexpr bool kEven = EVEN;
 };

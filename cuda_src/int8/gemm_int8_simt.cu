@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // A thread's accumulators are rows m_begin + tm + 16 i, columns n_begin + tn + 16 j.
+  // A thread's accumulators: rows m_begin + tm + 16 i and columns n_begin + tn + 16 j of y, for i and j from 0 to 3.
   const int tm = threadIdx.x / 16;
   const int tn = threadIdx.x % 16;
   float accumulators[4][4] = {};

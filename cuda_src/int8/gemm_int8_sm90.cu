@@ -74,7 +74,7 @@ template <class C> __device__ __forceinline__ void produce(const typename C::Sha
     ptx::prefetch_tensormap(x_map);
     ptx::prefetch_tensormap(w_map);
   }
-  // Copies the codes and parameters of a k tile.
+  // Copies one k tile (128 k) of the weight to a stage: its codes and the parameters of its blocks.
   auto copy_weight = [&](const TileCoordinates& tile, int k_tile, int stage_idx) {
     const uint32_t full_barrier = pipeline.full_barrier(stage_idx);
     if (lane == 0) {
@@ -101,7 +101,7 @@ template <class C> __device__ __forceinline__ void produce(const typename C::Sha
   const int early = scheduler.is_valid() ? min(C::kStages, mine.end - mine.begin) : 0;
   for (int i = 0; i < early; ++i) copy_weight(scheduler.tile(), mine.begin + i, i);
   ptx::griddepcontrol_wait();
-  int copied = early;  // number of coming k tiles whose weight has been copied
+  int copied = early;  // number of k tiles, from the current one on, whose weight is copied already
   for (; scheduler.is_valid(); scheduler.advance()) {
     const TileCoordinates tile = scheduler.tile();
     for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void wgmma(T (&d)[C::kAccumulators], uint64_t a, uint
   }
 }
 
-// The arguments are those of the kernel.
+// The body of the kernel, for one configuration; `gemm_int8_sm90` below passes its arguments on.
 template <class C> __device__ __forceinline__ void gemm_int8_sm90_tiles(
     const float* x_scale, const float* x_offset, const typename C::Product* x_sums, const uint8_t* parameters,
     const typename C::Bias* bias, typename C::T* y, const TensorMap* x_map, const TensorMap* w_map, int m, int n, int k,
@@ -222,8 +222,9 @@ template <class C> __device__ __forceinline__ void gemm_int8_sm90_tiles(
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int thread = threadIdx.x % 128;
-    const int first_row = C::kHasAllRows ? 0 : warpgroup * C::kWarpgroupM;           // of the tile
-    const int first_m64_tile = C::kHasAllRows ? warpgroup * C::kWarpgroupTiles : 0;  // of the tile
+    const int first_row = C::kHasAllRows ? 0 : warpgroup * C::kWarpgroupM;  // first row of this warpgroup in the tile
+    // First m64 tile (64 columns of y) of this warpgroup in the tile.
+    const int first_m64_tile = C::kHasAllRows ? warpgroup * C::kWarpgroupTiles : 0;
     const KTiles<C> mine(k);
     const Epilogue<T, C> epilogue{bias, nullptr, low, high, n, 0};
 
@@ -257,7 +258,7 @@ template <class C> __device__ __forceinline__ void gemm_int8_sm90_tiles(
       float accumulators[C::kWarpgroupTiles][C::kAccumulators] = {};
       typename C::Product products[C::kProductSets][C::kAccumulators];
       Vector<float, 2> x_scales[C::kAccumulators / 4];
-      int b = 0;  // index of the quantization block in the stage
+      int b = 0;  // index of the quantization block within the stage
       auto start = [&](int tile) {
         const uint64_t w_begin =
             ptx::wgmma_descriptor(shared.codes(state.stage_idx) + (first_m64_tile + tile) * (64 * C::kBlockK)) +
@@ -336,7 +337,7 @@ template <class C> __device__ __forceinline__ void gemm_int8_sm90_tiles(
         }
       }
       if constexpr (C::kRowScales) {
-        // All stages have the scales of the rows.
+        // Every stage has the scales of the rows, which are the same for all k.
         load_x_scales(state.previous_stage(), 0);
         release(state.previous_stage());
 #pragma unroll

@@ -14,7 +14,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/thread_index.cuh"
 
-// Host is the Config of gemm_int8_sm90.cu.
+// The constants that follow from those of the host. Host is the Config of gemm_int8_sm90.cu.
 template <class Host> struct GemmInt8Sm90 : Host {
   static constexpr int kConsumerWarps = Host::kWarpgroups * 4;
   static constexpr int kXParameterWarps = 2;
@@ -33,7 +33,7 @@ template <class Host> struct GemmInt8Sm90 : Host {
   // first one of the next k tile, the tensor cores compute one while the warpgroup scales another. With one, the other
   // warpgroups keep the tensor cores busy.
   static constexpr int kProductSets = Host::kHasAllRows ? 1 : Host::kM64Tiles % 2 == 0 ? 2 : Host::kM64Tiles;
-  // With SPLIT_K, a CTA stores kOwnedOctets * 8 rows of each warpgroup.
+  // With SPLIT_K, a CTA stores kOwnedOctets * 8 of the rows of each warpgroup; the other CTAs store the others.
   static constexpr int kOctets = kWarpgroupM / 8;
   static constexpr int kOwnedOctets = kOctets / Host::kSplitK;
   // The number of wgmma instructions per quantization block of a stage; each multiplies 32 columns of x and W.
@@ -43,7 +43,8 @@ template <class Host> struct GemmInt8Sm90 : Host {
   static constexpr int kLoadedSpans = Host::kXOffset ? 1 : 2;
 
   static constexpr int kParameters =
-      1 + Host::kWeightOffset + Host::kXOffset;  // number of parameters per column and quantization block
+      // Number of parameters per column and quantization block: scale, offset, sum.
+      1 + Host::kWeightOffset + Host::kXOffset;
   static constexpr int kOffsetParameter = 1;
   static constexpr int kSumParameter = 1 + Host::kWeightOffset;
   static constexpr int kParameterTileBytes = Host::kXBlocks * kParameters * 64 * 4;
@@ -72,7 +73,8 @@ template <class Host> struct GemmInt8Sm90 : Host {
     using Codes = SharedArray<X::kEnd, Host::kStages, kBlockN * kBlockK>;  // [column][k], swizzled
     using Parameters = SharedArray<Codes::kEnd, Host::kStages, Host::kM64Tiles * kParameterTileBytes>;
     using XParameters =
-        SharedArray<Parameters::kEnd, Host::kStages, kXParameterBytes>;  // float [block][parameter][row]
+        // Parameters of x: float [block][parameter][row].
+        SharedArray<Parameters::kEnd, Host::kStages, kXParameterBytes>;
     using Store = SharedArray<XParameters::kEnd, Host::kWarpgroups, kStoreRows * kStoreRowBytes>;
     using Barriers = SharedArray<Store::kEnd, 2 * Host::kStages, kBarrierBytes>;
     static constexpr int kBytes = Barriers::kEnd;
@@ -97,7 +99,7 @@ template <class Host> struct GemmInt8Sm90 : Host {
 
 // The tile scheduler of a persistent cluster, whose CTAs compute adjacent tiles along m, or slices of K of one tile.
 template <class C> struct TileScheduler : PersistentTileScheduler<C::kClusterSize * C::kSplitK> {
-  int m_blocks, n_blocks;  // numbers of units along m and n; a unit is one tile per CTA
+  int m_blocks, n_blocks;  // numbers of units along m and n; a unit is one tile per CTA of the cluster
 
   __device__ __forceinline__ TileScheduler(int m_blocks, int n_blocks)
       : PersistentTileScheduler<C::kClusterSize * C::kSplitK>(m_blocks * n_blocks),
@@ -110,7 +112,7 @@ template <class C> struct TileScheduler : PersistentTileScheduler<C::kClusterSiz
   }
 };
 
-// The k tiles of a CTA: all of them, or its slice of K.
+// The k tiles (128 k each) that a CTA computes: all of them or, with SPLIT_K, its slice of K.
 template <class C> struct KTiles {
   int begin, end;
 
@@ -179,7 +181,7 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const typename C::Ow
       const int local_column = index % (C::kWarpgroupN / kVectorColumns) * kVectorColumns;
       const int row = row_begin + chunk * C::kStoreRows + local_row;
       const int column = column_begin + local_column;
-      // The last tile also computes rows of the preceding tile (hopper/tma.cuh).
+      // The last tile along m begins early, so its first rows belong to the preceding tile (hopper/tma.cuh).
       if (row >= tile.m_block * C::kBlockM && row < m && column < n) {
         T* target = y + static_cast<int64_t>(row) * ldy + column;
         const T* values = reinterpret_cast<const T*>(buffer + local_row * C::kStoreRowBytes) + local_column;

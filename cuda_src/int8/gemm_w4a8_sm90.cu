@@ -62,14 +62,14 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   static constexpr int kSplitK = SPLIT_K;  // number of CTAs per tile; each computes the tile over its slice of K
   static constexpr int kShareX =
       SHARE_X;  // number of CTAs with adjacent columns that share the copies of x by multicast
-  static constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether `offsets` is given and applies the zero points
+  static constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether zero points are applied by tiles of offsets
   // Whether the dependent kernel may start only when the preceding kernel has finished; see gemm_sm90_tile.cuh.
   static constexpr bool kStartsNextLate = START_NEXT_LATE;
   static constexpr int kCtasPerSm = CTAS_PER_SM, kSharedBytes = SHARED_BYTES;
 };
 using Kernel = GemmW4A8Sm90<Config>;
 
-// The producer's copies to the stages.
+// The producer's copies of the weight and x to the stages.
 template <class C> struct Producer {
   const Tile<C>& tile;
   const uint8_t* weight;
@@ -85,7 +85,7 @@ template <class C> struct Producer {
   __device__ __forceinline__ void copy_weight(int iteration, int stage_idx) const {
 #pragma unroll
     for (int i = 0; i < C::kColumnTiles; ++i) {
-      // For column tiles past n, the last column tile is copied; the results are not stored.
+      // Past n, the last column tile of the weight is copied again; the results are not stored.
       const int column_tile = min(tile.n_begin / 64 + i, ceil_div(n, 64) - 1);
       const int64_t weight_tile =
           static_cast<int64_t>(column_tile) * ceil_div(k, C::kBlockK) + tile.k_tile_begin + iteration * C::kKTiles;
@@ -159,7 +159,7 @@ template <class C> struct Producer {
 template <class C> __device__ __forceinline__ void produce_x_parameters(const Tile<C>& tile, uint8_t* memory,
                                                                         const float* x_values, int m, int k,
                                                                         int block_size) {
-  constexpr int kRows = ceil_div(C::kBlockM, 32);  // number of rows per lane
+  constexpr int kRows = ceil_div(C::kBlockM, 32);  // number of rows of the tile whose values a lane copies
   constexpr int kLoaded = kRows <= 2 ? 8 : 4;      // number of k tiles whose values are loaded together
   const auto pipeline = tile.shared.pipeline();
   const int lane = threadIdx.x % 32;
@@ -198,11 +198,11 @@ template <class C> __device__ __forceinline__ void produce_x_parameters(const Ti
   }
 }
 
-// The parameters of this lane's two columns of a weight tile.
+// The scale and the zero point of this lane's two columns of a weight tile.
 template <class C> struct Columns {
   float scales[2];
-  float offsets[2];    // FP8: the factor of the sum of x's values
-  uint32_t biases[2];  // int8: 128 - z in each byte
+  float offsets[2];    // FP8: -z * sW, by which the sum of x's values is multiplied
+  uint32_t biases[2];  // int8: 128 - z in each byte, which is added to codes
 
   __device__ __forceinline__ Columns(const uint8_t* weight_tile, int warp, int lane, float code_scale) {
     const int pair = (warp * 8 + lane / 4) * 2;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void wgmma(typename C::Product (&d)[C::kAccumulators]
   }
 }
 
-// The arguments are those of the kernel.
+// The body of the kernel, for one configuration; `gemm_w4a8_sm90` below passes its arguments on.
 template <class C> __device__ __forceinline__ void gemm_w4a8_sm90_tile(
     const float* x_row_scale, const float* x_values, const uint8_t* weight, const uint8_t* offsets, const float* units,
     const typename C::Bias* bias, typename C::T* y, const TensorMap* x_map, const TensorMap* sums_map, int m, int n,

@@ -10,12 +10,12 @@
 #include "int8/products.cuh"
 #include "ptx/barrier.cuh"
 
-// Host is the Config of gemm_w4a8_sm90.cu.
+// The constants that follow from those of the host. Host is the Config of gemm_w4a8_sm90.cu.
 template <class Host> struct GemmW4A8Sm90 : Host {
   static constexpr int kClusterSize = Host::kSplitK * Host::kShareX;
   static constexpr int kBlockK = 128;
   static constexpr int kColumnTiles =
-      Host::kWarpgroups * Host::kM64Tiles;  // number of weight tiles along n per CTA tile
+      Host::kWarpgroups * Host::kM64Tiles;  // number of column tiles (64 columns each) per CTA tile
   static constexpr int kBlockN = kColumnTiles * 64;
   static constexpr int kAccumulators = Host::kBlockM / 2;  // number of accumulators per thread and m64 tile
   // Whether the products of a k tile need a parameter of each row of x: its scale, or with FP8 the sum of its values.
@@ -43,7 +43,7 @@ template <class Host> struct GemmW4A8Sm90 : Host {
                 "a tile of offsets takes the place of one k tile of FP8");
 
   struct SharedStorage {
-    // Used during the main loop.
+    // The arrays of the main loop: the stages of x, of the weight and of the values of x per row.
     using X = SharedArray<0, Host::kStages, Host::kKTiles * kXTileBytes>;  // [k tile][row][128 k], swizzled
     using Weight =
         SharedArray<X::kEnd, Host::kStages, kColumnTiles * Host::kKTiles * kWeightTileBytes>;  // [column tile][k tile]
@@ -52,7 +52,8 @@ template <class Host> struct GemmW4A8Sm90 : Host {
     // Used after the main loop, in the memory of the stages: the accumulators of each consumer, [row][column].
     using Accumulators = SharedArray<0, Host::kConsumers, Host::kBlockM * kRowFloats * 4>;
     static constexpr int kOverlaidEnd = XParameters::kEnd > Accumulators::kEnd ? XParameters::kEnd : Accumulators::kEnd;
-    // Other CTAs may release stages and write partial sums at any time.
+    // The barriers and the received partial sums have memory of their own: other CTAs may release stages and write
+    // partial sums at any time.
     using Barriers = SharedArray<kOverlaidEnd, 2 * Host::kStages, kBarrierBytes>;
     using ReceivedBarrier = SharedArray<Barriers::kEnd, Host::kSplitK == 1 ? 0 : 1, 16>;
     using Received = SharedArray<ReceivedBarrier::kEnd, Host::kSplitK - 1, kOwnedRows * kRowFloats * 4>;
@@ -106,7 +107,7 @@ template <class C> struct Tile {
     k_tile_end = min(k_tiles, slice_begin(iterations, split + 1, C::kSplitK) * C::kKTiles);
   }
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, C::kKTiles); }
-  // Returns the number of iterations before those for tiles of offsets.
+  // Returns the number of iterations (stages) for k tiles of the weight, which precede those for tiles of offsets.
   __device__ __forceinline__ int weight_iterations() const {
     return C::kHasOffsetTiles ? max(0, min(k_tile_end, weight_k_tiles) - k_tile_begin) : iterations();
   }
@@ -119,7 +120,7 @@ template <class C> struct Tile {
   }
 };
 
-// Synchronizes the consumers.
+// Synchronizes all consumer warps of the CTA, without the producer.
 template <class C> __device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1, C::kConsumerThreads); }
 
 // Sums the accumulators of all consumers and all CTAs of a cluster, and stores y. The order of additions is fixed: the

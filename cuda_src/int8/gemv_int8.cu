@@ -172,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
           for (int i = 0; i < 2; ++i) load<true>(x_words[r][i], reinterpret_cast<const uint32_t*>(source + i * 16));
         }
       }
-      int32_t products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};  // [half][row]
+      // The sums of products of each half of a step and row of x, on top of kMagicBits (magic_to_float).
+      int32_t products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
 #pragma unroll
       for (int word = 0; word < kWords / 2; ++word) {
         // Two words of each column, for four k each: from k 4 * word and from k 16 + 4 * word.

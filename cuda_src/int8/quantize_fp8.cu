@@ -39,11 +39,13 @@ constexpr float kLargestCode = 448.0f;
 
 static_assert(kThreads % 32 == 0 && kWarps <= 32, "a warp has a lane for the largest value of each warp");
 
-using Words = Vector<uint32_t, kWords>;  // kValues elements of x
+// The words that hold kValues elements of x, the elements that a thread quantizes in a round.
+using Words = Vector<uint32_t, kWords>;
 
 // The largest magnitude, as bits of |x|: as integers they are ordered like the values, infinity and NaN last.
 struct Largest {
-  uint32_t low = 0, high = 0;  // of 16-bit elements in the low and in the high halves of words; else low has all
+  // Maxima of the 16-bit elements in low and high halves of words; 32-bit elements use `low` only.
+  uint32_t low = 0, high = 0;
 
   __device__ __forceinline__ void add(const Words& words) {
 #pragma unroll
@@ -59,7 +61,7 @@ struct Largest {
   __device__ __forceinline__ uint32_t bits() const { return max(low, high >> 16); }
 };
 
-// Returns the element with these bits.
+// Returns the value of the element of x whose magnitude has these bits.
 __device__ __forceinline__ float element(uint32_t bits) {
   if constexpr (sizeof(X) == 2) {
     return to_float(X{static_cast<uint16_t>(bits)});

@@ -62,7 +62,7 @@ __device__ __forceinline__ float round_code(float ratio) {
   return fabsf(ratio - whole) >= 0.5f ? whole + copysignf(1.0f, ratio) : whole;
 }
 
-// Returns sum plus the four int8 codes of a word.
+// Returns `sum` plus the four int8 codes in a word.
 __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(word), 0x01010101, sum);

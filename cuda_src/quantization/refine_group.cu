@@ -21,7 +21,7 @@
 constexpr int kFirstZero = SYMMETRIC ? 8 : 0;
 constexpr int kLastZero = SYMMETRIC ? 8 : 15;
 
-// A double that the compiler does not contract to FMA.
+// A double whose operations the compiler does not contract to FMA, so that they round like NumPy's.
 struct Double {
   double value;
 };
