@@ -31,7 +31,7 @@ CONVERSION_ROWS = 77
 
 
 def p_norm(values: Iterable[float], exponent: float) -> float:
-    """Return the p-norm of times that overlap, a smooth maximum."""
+    """Return the p-norm of times, a smooth maximum: the run time of work that partly overlaps."""
     return float(sum(value**exponent for value in values) ** (1 / exponent))
 
 

@@ -76,7 +76,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The name of the family."""
+        """The name of the kernel family, as ``kernel=`` takes it."""
         return self.family.NAME
 
 
@@ -341,14 +341,14 @@ def _applies(m: int, candidate: Candidate, entry: TunedConfig, best: Candidate) 
 
 
 class ExplainedKernel(NamedTuple):
-    """A line of the table of `explain`."""
+    """One line of the table that `explain` prints: a kernel family and its best configuration."""
 
     kernel: str
     """The name of the family."""
     us: float | None
     """The time in microseconds, or None if the family is not legal."""
     time: str | None
-    """"modelled" or "measured", or None."""
+    """"modelled" by the cost model or "measured" by `tune`; None if the family is not legal."""
     configuration: str
     """The configuration, or the reason why the family is not legal."""
     is_chosen: bool = False

@@ -15,7 +15,7 @@ from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.launcher import get_launcher
 
 NO_WORKSPACE = {"counters": 0, "partials": 0}
-"""The addresses in the workspace for a kernel that needs none."""
+"""The addresses of the workspace's two buffers for a kernel that needs none: null pointers."""
 
 
 class ChosenKernel:

@@ -175,7 +175,7 @@ def gemv(
     array([1., 1.], dtype=float16)
     """
     (x,) = arrays.views(x=x)
-    check.device_id(x, "x")  # raises if x is not an array
+    check.device_id(x, "x")  # raises TypeError if x is not an array
     if x.ndim != 1:
         raise ValueError(f"x: expected one vector [K], got shape {x.shape}")
     y: Array = gemm(

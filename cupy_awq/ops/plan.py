@@ -79,7 +79,7 @@ class Plan:
             import cupy
 
             self._cupy = cupy  # An import in each call would take 2% of its time.
-            self.kernel = "none"  # the name if M = 0 and nothing is launched
+            self.kernel = "none"  # stays "none" if M = 0, where nothing is launched
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
@@ -164,7 +164,7 @@ class Plan:
 
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":
-            return a.shape, None, a.dtype, HOST, 0  # The CPU supports any strides and alignment.
+            return a.shape, None, a.dtype, HOST, 0  # on the CPU any strides and alignment will do
         return arrays.layout_key(a)
 
     def _check(self, name: str, a: Array | None, planned: Any) -> None:

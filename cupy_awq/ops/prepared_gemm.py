@@ -260,7 +260,7 @@ def run_gemm(
         pointers = weight_pointers(weight, bias, order) if constants is None else constants
         prepared = PreparedGemm(source, weight, product, bias, added, target, *how)
         y = prepared.run(source, added, target, pointers)
-        if y is None:  # `out` overlaps x or the residual.
+        if y is None:  # `out` overlaps an array, so compute y apart and copy it
             into_new = PreparedGemm(source, weight, product, bias, added, None, *how)
             y = into_new.run(source, added, None, pointers)
         is_direct = source is x and added is residual and target is out

@@ -176,7 +176,7 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
         return found
     code, log = _compile(kernel, arch, texts, form)
     resources = _resources(log) if form == "cubin" else None
-    # Write the JSON entry last: without an entry with the digest of the code, the code is ignored.
+    # Write the JSON entry last: code without an entry that has its digest is ignored, so half-written files do no harm.
     if disk_cache.try_write(path, code) and disk_cache.try_write(path.with_suffix(".json"), _entry(code, resources)):
         return Binary(code, path, resources, newly_compiled=True)
     _unsaved[path] = Binary(code, None, resources, newly_compiled=False)

@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
         OSError: the folder cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "win32":  # which has no locks of folders
+    if sys.platform == "win32":  # Windows has no locks of folders
         yield
         return
     import fcntl
@@ -92,7 +92,7 @@ def try_write(path: Path, content: bytes) -> bool:
 
 
 def _warn(error: OSError) -> None:
-    """Warn, once per process, that the cache folder cannot be used."""
+    """Warn, once per process, that the cache folder cannot be used and why."""
     global _has_warned
     with _warning_lock:
         if _has_warned:

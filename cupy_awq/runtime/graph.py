@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture of CUDA graphs."""
+"""Capture of CUDA graphs that also ends if a launch fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def capture(stream: Any, launch: Callable[[], object]) -> Any:
     try:
         launch()
     except BaseException:
-        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid
+        # A failed launch may have invalidated the capture, so that ending it fails as well.
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
             stream.end_capture()
         raise
     return stream.end_capture()

@@ -98,12 +98,12 @@ class LaunchPlan:
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        """The tensor maps among the arguments."""
+        """The tensor maps among the arguments, in order; each is passed as a kernel parameter."""
         return tuple(argument for argument in self.arguments if isinstance(argument, TensorMap))
 
     @property
     def scalars(self) -> tuple[np.generic, ...]:
-        """The scalars among the arguments."""
+        """The scalars among the arguments, in order."""
         return tuple(argument for argument in self.arguments if isinstance(argument, np.generic))
 
     @property

@@ -83,7 +83,7 @@ def use_device(index: int) -> AbstractContextManager[Any]:
 
 
 class _Current:
-    """The context manager that `use_device` returns for a GPU."""
+    """The context manager of `use_device` for a GPU: it switches the current device, and translates errors."""
 
     def __init__(self, index: int) -> None:
         import cupy

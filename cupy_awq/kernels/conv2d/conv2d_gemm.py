@@ -61,7 +61,7 @@ def gemm_problem(problem: Convolution) -> Problem:
 
 
 def _family(config: GemmConfig) -> AnyFamily:
-    """Return the GEMM family of a configuration."""
+    """Return the GEMM family whose kernel a configuration is for."""
     return GEMM_SM90 if isinstance(config, GemmSm90Config) else GEMM_SM90_LARGE
 
 
@@ -111,7 +111,7 @@ def plan(config: GemmConfig, problem: Convolution, device: Device) -> LaunchPlan
 
 
 def prepare_weight(weight: BlockQuantizedWeight, config: GemmConfig, problem: Convolution) -> dict[str, Array | None]:
-    """Return the buffers "weight", in the fragment layout, and "residual", which is absent."""
+    """Return the buffer "weight" in the fragment layout, and None for "residual", which a convolution does not have."""
     layout = FragmentLayout.of(gemm_problem(problem))
     repacked = weight.layout(("repacked", problem.dtype), lambda: _repacked(weight, layout, np.dtype(problem.dtype)))
     return {"weight": repacked, "residual": None}

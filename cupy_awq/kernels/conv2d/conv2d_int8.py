@@ -53,7 +53,7 @@ class Int8Convolution(KernelProblem):
 
 
 def configs(problem: Int8Convolution, device: Device) -> list[SimtConfig]:
-    """Return the only configuration."""
+    """Return the family's single configuration: the problem determines the launch."""
     return [SimtConfig()]
 
 

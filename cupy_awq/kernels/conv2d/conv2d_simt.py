@@ -30,7 +30,7 @@ def refusal(problem: Convolution, device: Device) -> str | None:
 
 
 def configs(problem: Convolution, device: Device) -> list[SimtConfig]:
-    """Return the only configuration."""
+    """Return the family's single configuration: the problem determines the launch."""
     return [SimtConfig()]
 
 

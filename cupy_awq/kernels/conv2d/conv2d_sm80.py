@@ -34,7 +34,7 @@ STAGE_ROW_BYTES = STAGE_VECTORS * VECTOR_CHANNELS * 2
 TILES = ((64, 2, 4), (64, 2, 2), (32, 2, 2))
 """The CTA tiles, largest first: (pixels per warp, warps along pixels, warps along output channels)."""
 STAGES = 3
-"""The number of pipeline stages."""
+"""The number of pipeline stages, the buffers of x in shared memory that cp.async fills."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _words(weight: BlockQuantizedWeight) -> Array:
 
 
 def _tiles(config: Conv2dSm80Config, problem: Convolution) -> tuple[int, int]:
-    """Return the numbers of CTA tiles along pixels and along the output channels of all groups."""
+    """Return the numbers of CTA tiles along pixels, and along output channels (those of all groups)."""
     sizes = problem.sizes
     return ceil_div(sizes.pixels, config.block_m), ceil_div(sizes.outputs, config.block_n) * sizes.groups
 

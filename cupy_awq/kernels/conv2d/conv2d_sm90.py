@@ -42,9 +42,9 @@ NAME = "conv2d_sm90"
 MIN_CHANNELS = 16
 """The smallest number of input channels."""
 PIXELS = (32, 56, 64, 112, 128)
-"""The candidates for the number of output pixels per warpgroup (wgmma's N) with codes."""
+"""The numbers of output pixels per warpgroup (wgmma's N) to try if the kernel dequantizes codes."""
 CLUSTERS = (1, 2, 4, 8)
-"""The candidates for the number of CTAs per cluster, which is also the split-K factor, with codes."""
+"""The numbers of CTAs per cluster to try if the kernel dequantizes codes; the CTAs of a cluster split K."""
 MAX_BOX_STRIDE = 8
 """The largest element stride of a tensor map (``elementStrides``), in elements."""
 MIN_DENSE_PIXELS = 256
@@ -52,7 +52,7 @@ MIN_DENSE_PIXELS = 256
 MAX_HALO_STRIDE = 2
 """The largest stride of a convolution whose filter taps share TMA boxes of x."""
 DENSE_PIXELS = (64, 80, 96, 112, 128, 200, 256)
-"""The candidates for wgmma's N with a dequantized weight, if each filter tap has its own TMA box of x."""
+"""The values of wgmma's N to try with a dequantized weight, if each filter tap has its own TMA box of x."""
 HALO_PIXELS = ((56, 1), (56, 2), (64, 1), (64, 2), (112, 1), (112, 2))
 """The candidates for (wgmma's N, pixel tiles per warpgroup) if one TMA box with a halo serves all filter taps."""
 FORMS = {
@@ -68,7 +68,7 @@ FORMS = {
 With more pixels an SM has too few registers; with fewer, other forms are faster.
 """
 DENSE_SPLITS = (1, 2, 4)
-"""The split-K factors to try with a dequantized weight."""
+"""The split-K factors to try with a weight that is dequantized beforehand."""
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
@@ -276,7 +276,7 @@ def _dense_configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90C
 
 
 def _two_warpgroups(outputs: int) -> tuple[int, int]:
-    """Return (``wg_co``, ``wg_px``) of a CTA with two warpgroups."""
+    """Return how two warpgroups of a CTA share its tile: (``wg_co`` along outputs, ``wg_px`` along pixels)."""
     return (1, 2) if outputs <= TILE_CO else (2, 1)
 
 

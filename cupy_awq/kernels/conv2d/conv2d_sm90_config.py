@@ -36,9 +36,9 @@ class ImageView(NamedTuple):
     width: int
     """The input width in pixels."""
     out_h: int
-    """The output height in pixels."""
+    """The number of output rows per image."""
     out_w: int
-    """The output width in pixels."""
+    """The number of output pixels per row."""
     flat: bool
     """Whether the pixels of all images form a single row."""
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a decoder besides the quantized GEMMs."""
+"""The kernels of a decoder besides the quantized GEMMs: attention, RMSNorm, RoPE, embedding, LM head, sampling."""

@@ -79,7 +79,7 @@ class Attention(MemoryBoundProblem):
 
 
 class AttentionSm80(SoleConfigFamily[Attention]):
-    """The family ``attention_sm80``."""
+    """The kernel family ``attention_sm80``: prefill attention on tensor cores."""
 
     NAME = "attention_sm80"
     needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC, Capability.LDMATRIX
@@ -100,7 +100,7 @@ class AttentionSm80(SoleConfigFamily[Attention]):
 
 
 class AttentionSimt(SoleConfigFamily[Attention]):
-    """The family ``attention``."""
+    """The kernel family ``attention``: prefill attention on CUDA cores, for any GPU."""
 
     NAME = "attention"
 

@@ -38,7 +38,7 @@ def plan_launch(
 
 
 def int32s(*values: int) -> tuple[Argument, ...]:
-    """Return 32-bit scalar arguments."""
+    """Return kernel arguments of type int32 with these values."""
     return tuple(map(np.int32, values))
 
 

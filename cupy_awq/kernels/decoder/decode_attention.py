@@ -132,7 +132,7 @@ def _plan(
 
 
 class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
-    """The family ``decode_attention_sm80``."""
+    """The kernel family ``decode_attention_sm80``: attention of a decode step on tensor cores."""
 
     NAME = "decode_attention_sm80"
     needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC
@@ -144,14 +144,14 @@ class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
         return reason
 
     def configs(self, problem: DecodeAttention, device: Device) -> list[DecodeAttentionConfig]:
-        """Return the only configuration."""
+        """Return the family's single configuration, whose number of splits depends on the problem and the GPU."""
         # The registers hold the accumulators of at most 16 heads of up to 128 dims, or of 8 heads of 256 dims.
         cta_heads = count_cta_heads(problem.heads // problem.kv_heads, 16 if problem.head_dim <= 128 else 8)
         threads = attention_threads(cta_heads, problem.head_dim)
         ctas_per_sm = _ctas_per_sm(threads)
         unsplit_ctas, unsplit_keys = problem.m * problem.heads // cta_heads, UNSPLIT_KEYS
         splits = _choose_splits(unsplit_ctas, ctas_per_sm, device)
-        small = ctas_per_sm == 1 and problem.head_dim < 128  # an SM has room for two CTAs
+        small = ctas_per_sm == 1 and problem.head_dim < 128  # with a small head_dim an SM has room for two CTAs
         if small and device.sm_count < unsplit_ctas <= device.sm_count * 3 // 2:
             # Some SMs would have two CTAs and the others one. On an H100, a layer of Llama-3.2-1B with 17, 21 and 24
             # sequences of 2,048 tokens takes 52.1, 57.4 and 62.1 us with two splits, and 58.9, 64.3 and 66.2 with one.
@@ -185,12 +185,12 @@ class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
 
 
 class DecodeAttentionSimt(Family[DecodeAttention, DecodeAttentionConfig]):
-    """The family ``decode_attention``."""
+    """The kernel family ``decode_attention``: attention of a decode step on CUDA cores, for any GPU."""
 
     NAME = "decode_attention"
 
     def configs(self, problem: DecodeAttention, device: Device) -> list[DecodeAttentionConfig]:
-        """Return the only configuration."""
+        """Return the family's single configuration, whose number of splits depends on the problem and the GPU."""
         cta_heads = count_cta_heads(problem.heads // problem.kv_heads, MAX_SIMT_HEADS)
         threads = attention_threads(cta_heads, problem.head_dim)
         if 4 * problem.m * problem.heads // cta_heads > device.sm_count:

@@ -60,7 +60,7 @@ class DenseProduct(MemoryBoundProblem):
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """The names of the buffers."""
+        """The names of a launch's buffers, which depend on the kind of weight and on the bias."""
         return ("x", *(("w",) if self.block is None else ("codes", "code_scales")), "bias", "y")
 
     def defines(self) -> dict[str, int | str]:
@@ -112,7 +112,7 @@ class DenseConfig:
 
 
 class DenseMma(Family[DenseProduct, DenseConfig]):
-    """The families ``dense_mma`` and, with ``has_codes``, ``dense_int8_mma``."""
+    """The kernel families ``dense_mma`` (a weight in 16 bits) and, with ``has_codes``, ``dense_int8_mma``."""
 
     needs = (Capability.MMA_M16N8K8,)
 
@@ -129,7 +129,7 @@ class DenseMma(Family[DenseProduct, DenseConfig]):
         return reason
 
     def configs(self, problem: DenseProduct, device: Device) -> list[DenseConfig]:
-        """Return the only configuration."""
+        """Return the family's single configuration, whose tile depends on M and the GPU."""
         # A step loads 2 * DENSE_THREADS bytes of each row of w. The number of steps limits the loads in flight per CTA
         # to 64 KiB; more loads in flight slow down LM heads by 1 to 4% on an H100.
         step_k = (2 if self._has_codes else 1) * DENSE_THREADS
@@ -161,7 +161,7 @@ class DenseMma(Family[DenseProduct, DenseConfig]):
 
 
 class DenseSimt(SoleConfigFamily[DenseProduct]):
-    """The families ``dense`` and, with ``has_codes``, ``dense_int8``."""
+    """The kernel families ``dense`` (a weight in 16 bits) and, with ``has_codes``, ``dense_int8``, on CUDA cores."""
 
     def __init__(self, name: str, has_codes: bool) -> None:
         self.NAME = name

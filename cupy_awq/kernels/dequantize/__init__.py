@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that convert integer codes to floating point."""
+"""Kernels that convert integer codes to floating point: whole weights, and packed integers without scales."""

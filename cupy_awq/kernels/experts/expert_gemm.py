@@ -27,7 +27,7 @@ NAME = "expert_gemm"
 NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
 """The capabilities that the kernel needs."""
 BLOCKS = (8, 16)
-"""The heights of a unit in rows."""
+"""The largest numbers of rows per unit (a block of rows that take the same expert) to try."""
 MAX_STAGES = 6
 """The largest number of pipeline stages of x."""
 
@@ -130,7 +130,7 @@ SMALL_SM_BYTES = 100 << 10
 
 
 class Warps(NamedTuple):
-    """The fields of `ExpertGemmConfig` with these names, but ``ctas_per_sm`` is the largest number to try."""
+    """The fields of `ExpertGemmConfig` that arrange a CTA's warps; ``ctas_per_sm`` is the largest number to try."""
 
     column_tiles: int
     warps_n: int
@@ -143,7 +143,7 @@ LAYOUTS = {
     8: FEW_ROWS,
     16: (Warps(2, 2, 4, 2), Warps(2, 4, 2, 2), Warps(2, 2, 2, 4)),
 }
-"""The layouts of the warps to try, by the height of the unit."""
+"""The arrangements of a CTA's warps to try, by the number of rows per unit."""
 
 
 def configs(problem: ExpertProduct, device: Device) -> list[ExpertGemmConfig]:
@@ -161,10 +161,10 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
                 continue
             depth = _depth(problem, layout.column_tiles)
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
-            # The scales of small groups take registers.
+            # The scales of small groups also take registers, so fewer columns per warp are tried.
             ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
             if device.shared_bytes_per_sm <= SMALL_SM_BYTES:
-                ctas = min(ctas, 6)  # 128 registers, as 8 CTAs leave, would spill
+                ctas = min(ctas, 6)  # with 8 CTAs per SM only 128 registers per thread are left, and some would spill
             config = _with_stages(shape, ctas, problem, device)
             if config is not None:
                 yield config
@@ -191,7 +191,7 @@ def _with_stages(
 
 
 def count_units(config: ExpertGemmConfig, problem: ExpertProduct) -> int:
-    """Return the largest number of units, for any routing."""
+    """Return the largest number of units (blocks of rows of one expert) that any routing can give."""
     if problem.rows != "sorted":
         return problem.pairs // (problem.top_k if problem.rows == "tokens" else 1)
     return count_blocks(problem.pairs, problem.experts, problem.block) * (problem.block // config.block_m)

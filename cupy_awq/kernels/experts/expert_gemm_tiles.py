@@ -31,7 +31,7 @@ NAME = "expert_gemm_tiles"
 NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
 """The capabilities that the kernel needs."""
 BLOCKS = (16, 32, 48, 64, 80, 96, 128)
-"""The heights of a unit in rows."""
+"""The largest numbers of rows per unit (a block of rows that take the same expert) to try."""
 GATHERED = 1.14
 """The time with gathered rows and units of several experts, relative to ``gemm_mma_fragments`` (14 layers, H100)."""
 MAX_X_ELEMENTS = 1 << 31
@@ -59,7 +59,7 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsCo
             continue
         for math in maths(unit):
             if math == "kExact" and block > 64:
-                continue  # registers would spill
+                continue  # registers would spill to local memory
             for layout in layouts(block, math, unit):
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue

@@ -21,7 +21,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 SORT_US, SUM_US = 2.5, 1.5
 """The modelled overhead of the launches before and after the products of sorted rows, in microseconds."""
 BLOCKS = (8, 16, 32, 48, 64, 80, 96, 128)
-"""The heights of the blocks of sorted rows to try."""
+"""The numbers of rows per block of sorted rows to try; a block has rows of one expert."""
 ALIGNMENT = 256
 """The alignment of the parts of the scratch memory, in bytes."""
 
@@ -41,7 +41,7 @@ class ExpertForm(NamedTuple):
     wide_scales: bool = False
 
     def product(self, dtype: str, pairs: int, top_k: int, activation: Activation) -> ExpertProduct:
-        """Return the product of ``pairs`` pairs in the order of the tokens."""
+        """Return the grouped product of these weights for ``pairs`` (token, slot) pairs in the order of the tokens."""
         return ExpertProduct(
             "pairs",
             pairs,
@@ -89,12 +89,12 @@ class ExpertLayer:
 
 
 class Step(NamedTuple):
-    """A launch of an operation on experts."""
+    """One launch of an operation on experts, with the operation's buffers that it reads and writes."""
 
     problem: KernelProblem
     """The problem, for which `select.choose` chooses the kernel."""
     buffers: Mapping[str, str]
-    """The buffer of the operation for each buffer of the launch."""
+    """The name of the operation's buffer for each buffer name of the launch."""
 
 
 class Steps(NamedTuple):
@@ -102,7 +102,7 @@ class Steps(NamedTuple):
 
     steps: tuple[Step, ...]
     scratch: Mapping[str, int]
-    """The size in bytes of each buffer in the scratch memory."""
+    """The size in bytes of each scratch buffer, which passes data from one launch to the next."""
 
     def plans(self, device: Device) -> tuple[tuple[LaunchPlan, Mapping[str, str]], ...]:
         """Return the launch plan of each step, and its buffers."""
@@ -122,7 +122,7 @@ ROUTING = {name: name for name in ("sorted_pairs", "experts", "sorted_count")}
 
 
 def weight_buffers(prefix: str) -> dict[str, str]:
-    """Return the buffers of a projection's weights in any layout, by the name in a launch."""
+    """Return, for each weight buffer of a launch in any layout, the name of the operation's buffer, with ``prefix``."""
     return {name: f"{prefix}.{name}" for name in ("weight", "qweight", "scales", "qzeros", "bias")}
 
 
@@ -203,7 +203,7 @@ def plan_layer(layer: ExpertLayer, device: Device) -> Steps:
         ValueError: no kernel of the GPU supports the layer; the message gives the reason of each.
     """
     best = min(list_steps(layer), key=lambda steps: modelled_us(steps, device))
-    best.plans(device)  # raises ValueError if a step has no kernel
+    best.plans(device)  # raises ValueError if no kernel can run one of the launches
     return best
 
 

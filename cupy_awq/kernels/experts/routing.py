@@ -59,7 +59,7 @@ class ExpertChoice(MemoryBoundProblem):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read and written."""
+        """The size of logits, ids and weights in bytes."""
         return self.m * (self.experts * ITEMSIZE[self.dtype] + 8 * self.top_k)
 
     @classmethod
@@ -70,7 +70,7 @@ class ExpertChoice(MemoryBoundProblem):
 
 
 class ChooseExperts(SoleConfigFamily[ExpertChoice]):
-    """The family ``choose_experts``."""
+    """The kernel family ``choose_experts``, the router, with one warp per token."""
 
     NAME = "choose_experts"
 
@@ -116,12 +116,12 @@ class TokenSort(MemoryBoundProblem):
 
     @property
     def blocks(self) -> int:
-        """The largest number of blocks."""
+        """The largest number of blocks that any routing can give."""
         return count_blocks(self.pairs, self.experts, self.block)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read and written."""
+        """The size of the ids and of the sorted rows in bytes."""
         return 4 * (2 * self.pairs + self.blocks * (self.block + 1))
 
     @classmethod
@@ -132,7 +132,7 @@ class TokenSort(MemoryBoundProblem):
 
 
 class SortTokens(SoleConfigFamily[TokenSort]):
-    """The family ``sort_tokens``."""
+    """The kernel family ``sort_tokens``, which has a single CTA."""
 
     NAME = "sort_tokens"
 
@@ -178,7 +178,7 @@ class ExpertSum(MemoryBoundProblem):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read and written."""
+        """The size of the summands, the shared expert's result and y in bytes."""
         return self.m * self.n * (self.top_k + 1 + self.has_shared) * ITEMSIZE[self.dtype]
 
     @classmethod
@@ -189,7 +189,7 @@ class ExpertSum(MemoryBoundProblem):
 
 
 class SumExperts(SoleConfigFamily[ExpertSum]):
-    """The family ``sum_experts``."""
+    """The kernel family ``sum_experts``, which sums the results of a token's experts."""
 
     NAME = "sum_experts"
 
@@ -210,7 +210,7 @@ class SumExperts(SoleConfigFamily[ExpertSum]):
 
 
 def int32s(*values: int) -> tuple[Argument, ...]:
-    """Return 32-bit scalar arguments."""
+    """Return kernel arguments of type int32 with these values."""
     return tuple(map(np.int32, values))
 
 

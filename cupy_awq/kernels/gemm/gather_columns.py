@@ -131,7 +131,7 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def _times(problem: Problem, device: Device) -> tuple[float, float]:
-    """Return the modelled microseconds of a GEMM that gathers the columns of x, and of a launch and a GEMM."""
+    """Return the modelled microseconds of two ways: the GEMM gathers the columns of x, or a launch before it does."""
     fused, plain = (
         min((GEMM_SM90.estimate_us(config, p, device) for config in GEMM_SM90.configs(p, device)), default=math.inf)
         for p in (problem, replace(problem, gathers_x=False))

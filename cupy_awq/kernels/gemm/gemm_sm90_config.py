@@ -102,7 +102,7 @@ class GemmSm90Config:
         return (self.consumers * self.consumer_warps + others) * 32
 
     def iterations(self, problem: Problem) -> int:
-        """Return the largest number of pipeline stages that a CTA computes."""
+        """Return the largest number of iterations of a CTA, each of which consumes one pipeline stage."""
         return ceil_div(problem.k, WEIGHT_TILE_K * self.k_tiles * self.split_k)
 
     def window(self, problem: Problem) -> int:
@@ -143,7 +143,7 @@ class GemmSm90Config:
         return rows // (2 * row_pairs) * (self.block_n // 16) * (8 * row_pairs * 4 + 8) * 4
 
     def tiles(self, problem: Problem) -> tuple[int, int]:
-        """Return the numbers of CTA tiles along m and along n."""
+        """Return the numbers of CTA tiles of y along m and along n."""
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
 
     def grid(self, problem: Problem) -> tuple[int, int, int]:

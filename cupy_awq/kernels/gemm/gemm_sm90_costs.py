@@ -311,7 +311,7 @@ def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device)
 
 
 def wgmma_costs(m: int) -> WgmmaCosts:
-    """Return the constants for a number of rows of x."""
+    """Return the constants of the wgmma kernel's cost model for M rows of x."""
     return costs_by_rows(m, (WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS))
 
 

@@ -262,7 +262,7 @@ def describe_work(config: GemmSm90LargeConfig, problem: Problem) -> str:
 
 
 def _span(values: list[int]) -> str:
-    """Return ascending values as "1" or "1-3"."""
+    """Return ascending values as text: "3", or "1-3" for the range that they span."""
     return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
 
 

@@ -117,7 +117,7 @@ class GemmSm90RawConfig:
         return self.warps * (warp + self.stages * 8) + partials * accumulators + 8
 
     def ctas(self, problem: Problem) -> int:
-        """Return the number of CTAs of the launch."""
+        """Return the number of CTAs of the launch: ``split_k`` per tile of 64 * words columns."""
         return ceil_div(problem.n, self.block_n) * self.split_k
 
     def capacity(self, device: Device) -> int:

@@ -30,7 +30,7 @@ class Repacking(MemoryBoundProblem):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read and written."""
+        """The size of the AWQ tensors and of the fragment layout in bytes."""
         return 2 * self.layout.nbytes
 
 

@@ -77,7 +77,7 @@ def half_sum_stride(k: int, block_size: int) -> int:
 
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
-    """Return the only configuration."""
+    """Return the family's single configuration, whose number of threads depends on the problem."""
     few, many = _even_rounds(problem, FEW_ROWS_THREADS), _even_rounds(problem, MANY_ROWS_THREADS)
     return [many if problem.m > FEW_ROWS_M and many.keeps_row(problem) else few]
 

@@ -77,7 +77,7 @@ class QuantizeRowsConfig:
 
 
 def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig]:
-    """Return the only configuration."""
+    """Return the family's single configuration, whose number of lanes depends on the problem."""
     reads = ceil_div(problem.block_size, 8 if problem.wide else 1)
     warp_lanes = min(32, max(1, 1 << (reads - 1).bit_length() >> 1))
     lanes = MAX_THREADS if reads > MAX_WARP_ROUNDS * 32 else warp_lanes

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the quantizer."""
+"""Kernels of the quantizer: rounding of channels one after the other, and refinement of scales and zero points."""
