@@ -100,7 +100,7 @@ def _complete(folder: Path, is_own: Callable[[str], bool]) -> None:
 
 
 def _move(folder: Path, names: list[str], is_own: Callable[[str], bool]) -> None:
-    """Move the old files of a checkpoint to the journal, then the new ones to their places."""
+    """Move old files to the journal, then new ones to their places; a repetition completes an interrupted move."""
     journal = folder / JOURNAL
     waiting = [name for name in names if os.path.lexists(journal / NEW / name)]
     for file in list(folder.iterdir()):

@@ -160,7 +160,8 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool, names: Iter
         literal = read_literal(text)
         if literal is None:
             patterns.append((text, values))
-        else:  # `save` writes one for each dense module
+        # # they are looked up by name, since `save` writes one for each dense module and matching all would be slow.
+        else:
             literals.setdefault(literal, (len(patterns), values))
     try:
         compiled = Patterns([text for text, _ in patterns], names)

@@ -27,7 +27,7 @@ PARTS = 4
 
 
 class ChannelScales(NamedTuple):
-    """The result of `search_channel_scales`."""
+    """The channel scales that `search_channel_scales` has found, and the losses with and without them."""
 
     t: Array
     """The channel scales, float32 [K], positive; 1 for channels whose inputs are all 0."""
@@ -73,7 +73,7 @@ def search_channel_scales(
         x_mean, w_mean = (_share(a, tied) for a in (x_mean, w_mean))
         is_live = x_mean > 0
 
-    upper = moments.second.copy()  # see `rounding_error`
+    upper = moments.second.copy()  # # the blocks above the diagonal are doubled below, as `rounding_error` expects
     for start, stop in _column_blocks(len(upper)):
         upper[:start, start:stop] *= 2
 

@@ -132,7 +132,7 @@ class Encoder:
         return token
 
     def to_str(self) -> str:
-        """Return the tokenizer.json."""
+        """Return the tokenizer as the JSON text of a tokenizer.json."""
         text: str = self.inner.to_str()
         return text
 
@@ -213,7 +213,7 @@ def load(text: str, added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def loaded() -> Encoder:
-    """Return the loaded tokenizer."""
+    """Return the tokenizer of this process. Raises NotLoadedError before `load`."""
     if not _loaded:
         raise NotLoadedError
     return _loaded[0]

@@ -72,7 +72,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Serve requests until standard input ends."""
+    """Serve requests until standard input ends, which it also does if the parent process dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing but replies reaches the pipe
@@ -112,7 +112,7 @@ def _make_limiter() -> Callable[[float, int], None]:
     """Return a function that sets the limits of the next call: CPU seconds, and address space in bytes."""
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # # Windows has no module ``resource``, which sets the limits
         return lambda seconds, memory: None
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))

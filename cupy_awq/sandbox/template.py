@@ -37,7 +37,8 @@ class Generation(Extension):
 class PlainNamespace(Namespace):
     """jinja2's namespace without names that start with an underscore, which could reach Python's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" is a possible name
+    # # named neither "self" nor "cls": a template may use these as keyword arguments.
+    def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -55,7 +56,7 @@ def _check_name(name: Any) -> None:
 
 
 class PlainDict:
-    """The function ``dict``, without the other attributes of the class."""
+    """The function ``dict`` and its ``fromkeys`` for templates, which thus cannot reach the class itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in OpenAI's form."""
+"""`ApiError`: an error that a client receives as JSON in the form that OpenAI's servers use."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, with a deadline for the headers of each request."""
+    """uvicorn's HTTP/1.1 protocol, which closes a connection if request headers take longer than `HEADER_SECONDS`."""
 
     _deadline: asyncio.TimerHandle | None = None
     _waiting: ClassVar[dict[Protocol, None]] = {}  # in the order in which they began to wait
@@ -121,7 +121,7 @@ class EventStream:
         self._sending_since = math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
+        """Send the headers and one event after the other, until the events end, the client leaves or reads no more."""
         try:
             with contextlib.suppress(OSError):
                 await until_disconnect(receive, self._send_all(send), self._watch_reader())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Listener`: the application on a port."""
+"""`Listener`: the HTTP server that listens on a port, from its start until the last reply."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    """A part of a message: text."""
+    """A text, as an element of a message's content, which may be a list of parts."""
 
     text: str
 
@@ -54,7 +54,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """A message of a conversation."""
+    """A message of a conversation: who speaks, and a text or a list of its parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -92,7 +92,7 @@ class Tool(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """The fields that both endpoints share. Fields that are not known are ignored."""
+    """The fields that the bodies of chats and of completions share. Fields that are not known are ignored."""
 
     model: str
     max_tokens: int | None = None
@@ -148,7 +148,7 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
-    """The body of /v1/chat/completions."""
+    """The JSON body of /v1/chat/completions, which asks for the next message of a conversation."""
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -210,7 +210,7 @@ class ChatBody(Body, kw_only=True):
 
 
 class CompletionBody(Body, kw_only=True):
-    """The body of /v1/completions."""
+    """The JSON body of /v1/completions, which asks for the continuation of one or several prompts."""
 
     prompt: str | list[Any]
     logprobs: int | None = None

@@ -73,15 +73,7 @@ class Settings:
 
 
 class Server:
-    """The endpoints.
-
-    Args:
-        engine: the engine, which the server does not close.
-        settings: the settings.
-
-    Attributes:
-        app: the ASGI application.
-    """
+    """The HTTP endpoints of OpenAI's protocol, /health and /metrics, which submit requests to an engine."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
@@ -129,7 +121,7 @@ class Server:
                 return _error(ApiError.from_value_error(error))
             except ClientDisconnect:
                 status = 499
-                return _json({}, status)  # the client has left
+                return _json({}, status)  # # nobody reads this reply: the client has left
             except MemoryError:
                 status = 503
                 return _error(ApiError(503, "memory: expected enough for the request, got none"))
@@ -143,7 +135,8 @@ class Server:
         keys, hosts = self._settings.keys, self._settings.hosts
         if keys and request.url.path != "/":
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not sum(hmac.compare_digest(given, key.encode()) for key in keys):  # all, to take equal time
+            # # compares with all keys, so that the time tells nothing about them.
+            if not sum(hmac.compare_digest(given, key.encode()) for key in keys):
                 raise ApiError(
                     401, "authorization: expected Bearer and a valid key, got another", code="invalid_api_key"
                 )
@@ -263,7 +256,7 @@ class Server:
         found = await until_disconnect(request.receive, collect())
         if found is None:
             _cancel(generations)
-            return _json({}, 499)  # the client has left
+            return _json({}, 499)  # # nobody reads this reply: the client has left
         return _json(reply.whole(found, generations))
 
     async def _measure(self, deltas: Deltas, began: float) -> Deltas:
@@ -350,13 +343,13 @@ def _error(error: ApiError) -> Response:
 
 
 class _EngineCollector:
-    """The counts of an engine as metrics."""
+    """A collector for the package prometheus_client that reports the counts of an engine, such as generated tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
+        """Yield the present counts of the engine as metrics."""
         stats = self._engine.stats()
         for name in ("running", "waiting", "free_blocks", "blocks"):
             yield GaugeMetricFamily(f"cupy_awq_{name}", f"Number of {name}", value=getattr(stats, name))

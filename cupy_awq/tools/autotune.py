@@ -169,7 +169,7 @@ def keep(row: Row, device: int) -> Path:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return the rows as a text table."""
+    """Return a text table of the fastest configurations, with their measured times."""
     header = ["shape", "fastest configuration", "M", "us", "cost model's choice, us", "gain", "tried"]
     cells = []
     for row in rows:

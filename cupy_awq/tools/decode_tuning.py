@@ -55,16 +55,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class TunedStep:
-    """The result of tuning a decode step.
-
-    Attributes:
-        sequences: the number of sequences.
-        layers: the number of layers of the step.
-        before_us, after_us: the time of the step before and after tuning, in microseconds.
-        found: the configuration of each GEMM, by its shape in the tables of tuned configurations; empty if the present
-            ones are as fast.
-        entries: the texts of these configurations in the tables.
-    """
+    """The times of a decode step before and after tuning, and the configurations that were found."""
 
     sequences: int
     layers: int
@@ -184,13 +175,7 @@ def compare(
 
 
 class Step:
-    """A decode step of a model on the current GPU.
-
-    Args:
-        model: the model.
-        ops: the back end of the model.
-        sequences: the number of sequences.
-    """
+    """A decode step of a model on the current GPU, which can be timed with different configurations of its GEMMs."""
 
     def __init__(self, model: Model, ops: CudaOps, sequences: int) -> None:
         import cupy
@@ -225,7 +210,7 @@ class Step:
         import cupy
 
         with select.forced_shapes(candidates):
-            self._run()  # loads the kernels and fills the memory pool
+            self._run()  # # so that kernels are compiled and the memory pool is filled before the capture
             graph = capture(self._stream, self._run)
 
         def time_steps() -> float:

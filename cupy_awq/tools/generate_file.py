@@ -65,7 +65,7 @@ def _answer(generation: Generation | str) -> dict[str, Any]:
 
 
 def _read_prompts(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Yield the id and the prompt of each line."""
+    """Yield the id and the prompt of each line of a file of prompts."""
     seen = set()
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar on stderr."""
+"""A progress bar on stderr, for the commands that read or create large models."""
 
 from __future__ import annotations
 

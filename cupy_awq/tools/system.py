@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """Return the result of `describe` as text."""
+    """Return the versions, GPUs and cache folder, as `describe` gives them, as lines of text."""
     width = max(map(len, content["versions"]))
     lines = [f"{name:{width}}  {version}" for name, version in content["versions"].items()]
     lines.append("")
@@ -64,7 +64,7 @@ def describe_cache() -> dict[str, Any]:
 
 
 def render_cache(cache: dict[str, Any]) -> str:
-    """Return the result of `describe_cache` as text."""
+    """Return the path, files and size of the cache folder, as `describe_cache` gives them, as lines of text."""
     return f"cache: {cache['folder']}: {cache['files']} files, {table.size(cache['bytes'])}"
 
 

@@ -132,7 +132,7 @@ def quantize_layers(
             result = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
         except ValueError as error:  # add the layer to the message of MomentSum.add
             raise ValueError(f"{files.path}: {layer.name}: {error}") from None
-        del weights  # free the memory before the next layer is read
+        del weights  # # so that the memory never holds two layers in float32
         yield result
 
 

@@ -289,7 +289,7 @@ def _list_tensors(layer: QuantizedLayer) -> dict[str, Any]:
 
 
 def _describe(layer: QuantizedLayer) -> dict[str, Any]:
-    """Return the report of a finished layer."""
+    """Return the errors of a finished layer as a JSON object, for the report and for `_load_layer`."""
     return {
         "layer": layer.index,
         "errors": dict(layer.errors),
@@ -300,7 +300,7 @@ def _describe(layer: QuantizedLayer) -> dict[str, Any]:
 
 
 def _load_layer(work: UnfinishedWork, report: Mapping[str, Any], layer: LayerSpec) -> QuantizedLayer:
-    """Return a finished layer."""
+    """Return a layer that an earlier run has finished, from its tensors in the folder of unfinished work."""
     tensors = safetensors.read(work.tensors_file(report["layer"]))
     linears: dict[str, Module | DenseLinear] = {}
     for name in (linear.name for linear in layer.linears):

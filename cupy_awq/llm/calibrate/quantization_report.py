@@ -16,7 +16,8 @@ NAME = "quantization_report"
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a quantization.
+    """The errors of all layers, the perplexities, the run time and the memory of a quantization.
+
 
     Attributes:
         method, group_size: the settings of `quantize`.
@@ -37,7 +38,7 @@ class Report:
     memory_bytes: Mapping[str, int | None]
 
     def text(self) -> str:
-        """Return the report as a table."""
+        """Return the errors of each layer as a text table, and below it perplexities, time and memory."""
         lines = [
             "Error of the outputs relative to the original outputs, round to nearest -> result",
             "layer   whole layer           linear layers, squared error",

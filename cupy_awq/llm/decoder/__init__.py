@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder: its forward pass, its back ends and its state."""
+"""The decoder of a language model: its forward pass, its back ends for CPU and GPU, and its memory of past tokens."""

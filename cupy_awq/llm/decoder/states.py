@@ -57,7 +57,7 @@ class Past(Protocol):
 
 
 class LayerState(Protocol):
-    """The state of an attention layer."""
+    """The interface of the state of an attention layer, which keeps the keys and values of past tokens."""
 
     def append(self, run: Run, k: Array, v: Array) -> None:
         """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""

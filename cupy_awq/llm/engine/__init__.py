@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: many requests at once on one model, with a paged cache and continuous batching."""
+"""The engine: many requests at once on one model, which join and leave a running batch between two steps."""

@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to run."""
+        """The token ids that the step runs for this sequence, drafts included."""
         return [*self.sequence.tokens[self.start : self.start + self.size], *self.drafts]
 
     @property
@@ -97,7 +97,8 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One forward pass.
+    """One forward pass over some tokens of one or more sequences.
+
 
     Attributes:
         parts: the tokens to run, by sequence.
@@ -138,24 +139,25 @@ class Scheduler:
         self._turns = 0
         self._was_prompt = False
         self._is_patient = False
-        self._prompt_rate = 0.0  # tokens per second
+        self._prompt_rate = 0.0  # # in tokens per second, as a running mean over steps with prompts; 0 before the first
         self._decode_seconds = 0.0
         self.preemptions = 0
 
     @property
     def rows(self) -> list[Sequence]:
-        """The sequences that are not waiting."""
+        """The sequences that have been admitted and not ended: those whose prompts run, then those that decode."""
         return [*self._prefilling, *self._decoding]
 
     def waiting(self) -> Iterator[Sequence]:
-        """Yield the waiting sequences."""
+        """Yield the sequences that wait for admission, those of each key together."""
         for queue in self._waiting.values():
             yield from queue
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Let a sequence wait, behind the others with its key or, if ``first``, before them."""
         key = sequence.request.key
-        if key not in self._served:  # a key that was away does not get its share of the past
+        # # a returning key starts level with the others, else its old count would give it the next steps.
+        if key not in self._served:
             self._served[key] = min(self._served.values(), default=0)
         queue = self._waiting.setdefault(key, deque())
         queue.appendleft(sequence) if first else queue.append(sequence)
@@ -199,7 +201,8 @@ class Scheduler:
         for part, tokens in zip(step.parts, chosen, strict=True):
             sequence = part.sequence
             sequence.tokens += tokens
-            computed = part.start + part.size + max(len(tokens) - 1, 0)  # with the correct drafts
+            # # the last token chosen has not run yet; those before it ran as drafts.
+            computed = part.start + part.size + max(len(tokens) - 1, 0)
             self.pool.mark_computed(sequence.table, sequence.tokens, computed)
             self._served[sequence.request.key] += part.size + max(len(tokens) - 1, 0)
             if step.is_prompt and tokens:
@@ -258,7 +261,7 @@ class Scheduler:
 
     def _decode_parts(self) -> tuple[Part, ...]:
         """Return the newest token of each decoding sequence, after making room for it, and drafts."""
-        for sequence in list(self._decoding):  # the oldest first
+        for sequence in list(self._decoding):  # # a copy in order of age, since `_preempt` removes sequences
             while sequence in self._decoding and not self.pool.reserve(sequence.table, len(sequence.tokens)):
                 self._preempt(max(self.rows, key=lambda row: row.turn))
         parts = [Part(sequence, sequence.table.computed, 1) for sequence in self._decoding]

@@ -162,7 +162,7 @@ class Experts:
     shared_gate: LinearSpec | None = None
 
     def mlp(self, index: int) -> Mlp:
-        """Return the MLP of an expert."""
+        """Return the MLP of the expert with this index, whose number replaces {} in the names of ``expert``."""
         gate, up, down = (
             replace(linear, name=linear.name.format(index))
             for linear in (self.expert.gate, self.expert.up, self.expert.down)

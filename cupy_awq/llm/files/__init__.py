@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers and writers of the files of a language model."""
+"""Readers and writers of a language model's files: Hugging Face folders, GGUF and ak48."""

@@ -94,7 +94,7 @@ def _read_decoder(decoder: Any) -> tuple[Callable[[str], bytes] | None, int]:
 def _from_byte_level(token: str) -> bytes:
     try:
         return bytes(BYTES[character] for character in token)
-    except KeyError:  # an added token
+    except KeyError:  # # an added token has characters that stand for no byte
         return token.encode("utf-8", "replace")
 
 
@@ -152,7 +152,7 @@ class DecodeStream:
 
 
 class TextStream(Protocol):
-    """A decoder as `Detokenizer` needs it."""
+    """The interface of a decoder that `Detokenizer` asks for the text of each token, such as `DecodeStream`."""
 
     def step(self, token: int, /) -> str:
         """Return the text that the next token adds."""
