@@ -73,7 +73,15 @@ class Settings:
 
 
 class Server:
-    """The HTTP endpoints of OpenAI's protocol, /health and /metrics, which submit requests to an engine."""
+    """The HTTP endpoints of OpenAI's protocol, /health and /metrics, which submit requests to an engine.
+
+    Args:
+        engine: the engine, which the server does not close.
+        settings: the settings.
+
+    Attributes:
+        app: the ASGI application.
+    """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings

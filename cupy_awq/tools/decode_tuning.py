@@ -55,7 +55,16 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class TunedStep:
-    """The times of a decode step before and after tuning, and the configurations that were found."""
+    """The times of a decode step before and after tuning, and the configurations that were found.
+
+    Attributes:
+        sequences: the number of sequences.
+        layers: the number of layers of the step.
+        before_us, after_us: the time of the step before and after tuning, in microseconds.
+        found: the configuration of each GEMM, by its shape in the tables of tuned configurations; empty if the present
+            ones are as fast.
+        entries: the texts of these configurations in the tables.
+    """
 
     sequences: int
     layers: int
@@ -175,7 +184,13 @@ def compare(
 
 
 class Step:
-    """A decode step of a model on the current GPU, which can be timed with different configurations of its GEMMs."""
+    """A decode step of a model on the current GPU, which can be timed with different configurations of its GEMMs.
+
+    Args:
+        model: the model.
+        ops: the back end of the model.
+        sequences: the number of sequences.
+    """
 
     def __init__(self, model: Model, ops: CudaOps, sequences: int) -> None:
         import cupy

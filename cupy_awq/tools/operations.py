@@ -82,7 +82,13 @@ class Settings:
 
 
 class Operation(Protocol):
-    """An operation with random weights of one shape, which `bench` and `tune` time."""
+    """An operation with random weights of one shape, which `bench` and `tune` time.
+
+    Attributes:
+        is_fp16: whether the operation multiplies floats, so that the fp16 throughput bounds its roofline.
+        label: the shape of the weight as text.
+        weight: the dtype and quantization of the weight as text.
+    """
 
     is_fp16: bool
     label: str

@@ -66,7 +66,12 @@ PRODUCT_SIZE = 8192
 
 
 class Ceilings:
-    """The speed limits of this GPU: CUDA graphs of plain reads and of cuBLAS products, and the rates they reach."""
+    """The speed limits of this GPU: CUDA graphs of plain reads and of cuBLAS products, and the rates they reach.
+
+    Attributes:
+        read_gbs: the read bandwidth in GB/s.
+        fp16_tflops: the rate of cuBLAS in float16 for M = N = K = PRODUCT_SIZE, in TFLOP/s.
+    """
 
     def __init__(self) -> None:
         import cupy
@@ -213,7 +218,15 @@ def print_table(rows: list[dict[str, Any]], names: list[str], bound: str) -> Non
 
 
 class Run:
-    """The results of one run of this script; each step prints its results and writes all of them to the file."""
+    """The results of one run of this script; each step prints its results and writes all of them to the file.
+
+    Attributes:
+        gpu: the name of the GPU.
+        read_gbs, fp16_tflops: its measured rates, as in `Ceilings`.
+        seed: the seed of the random problems, or None.
+        rows: the microseconds of every shape, M and peer.
+        choices: the results of first_choice.py.
+    """
 
     def __init__(self, path: Path | None, seed: int | None, ceilings: Ceilings) -> None:
         import torch
