@@ -261,7 +261,7 @@ template <class C> __device__ __forceinline__ void conv2d_sm90_tiles(const uint8
   if (warp == C::kConsumerWarps) {
     if (lane == 0) produce<C>(shared, sizes, weight, parameters, x_map, first_chunk, begin, end);
     __syncwarp();
-    // Once before the partial sums overwrite stages, and once after they have been written.
+    // The cluster synchronizes before partial sums overwrite stages, and after they have been written.
     if constexpr (C::kDense) cluster_sync_before_exit<C::kSplitK>();
     cluster_sync_before_exit<C::kSplitK>();
     return;

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Chunk values = {};
     if (has_dims) load<true>(values, q + q_offset + head * kHeadDim + d_begin);
 #pragma unroll
-    // Log2(e): exp2 replaces exp.
+    // The factor log2(e) lets exp2 replace exp in the softmax.
     for (int i = 0; i < 8; ++i) query[head][i] = to_float(values.values[i]) * scale * 1.4426950408889634f;
   }
   OnlineSoftmax softmax;

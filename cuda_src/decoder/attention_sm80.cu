@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const int key = tile * kBlockN + row;
-      // Zeros past the last key: a masked probability of 0 times a NaN would be NaN.
+      // Rows past the last key are filled with zeros: a masked probability of 0 times a NaN would be NaN.
       const uint32_t bytes = key < keys ? 16 : 0;
       const int64_t source = cache_offset + static_cast<int64_t>(key < keys ? key : 0) * kHeadDim + chunk * 8;
       const uint32_t target = shared_address + 2 * ((tile & 1) * 2 * kTileValues + row * kPitch + chunk * 8);
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < 4; ++i) {
         const int key = tile * kBlockN + j * 8 + 2 * t + i % 2;
         const float score = scores[j][i] * scale_log2;
-        // Minus infinity for later keys.
+        // Keys after the query's position get the score minus infinity, and so the probability 0.
         scores[j][i] = key <= cached + rows[i / 2] ? score : __int_as_float(0xff800000);
         new_max[i / 2] = fmaxf(new_max[i / 2], scores[j][i]);
       }

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   __syncthreads();
 
   float acc[kHeadTiles][kHeadDim / 16][4] = {};
-  // Of head g of each tile of 8 heads; row_sum covers only this lane's keys.
+  // The softmax of head g (lane 4 g + t) in each tile of 8 heads; row_sum covers only this lane's keys.
   float row_max[kHeadTiles], row_sum[kHeadTiles];
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; ++tile) {
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[j][2 * tile + e];
-          // Minus infinity past the last key.
+          // Places past the last key get the score minus infinity, and so the probability 0.
           score = base + 8 * j + 2 * t + e < key_end ? score * scale_log2 : __int_as_float(0xff800000);
           new_max = fmaxf(new_max, score);
         }

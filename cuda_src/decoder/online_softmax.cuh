@@ -42,7 +42,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < 8; ++i) dot += query[head][i] * to_float(keys[u].values[i]);
 #pragma unroll
         for (int step = kLanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(kFullWarp, dot, step);
-        score[u] = is_valid[u] ? dot : __int_as_float(0xff800000);  // minus infinity for a masked key
+        score[u] = is_valid[u] ? dot : __int_as_float(0xff800000);  // a masked key gets weight 0
         new_max = fmaxf(new_max, score[u]);
       }
       const float rescale = exp2f(row_max[head] - new_max);

@@ -59,7 +59,7 @@ constexpr int kRingBytes = kSlices * kStages * kStageBytes;
 constexpr int kPassBytes = kSlices * kBlockM * kPitch * 4;
 
 struct SharedStorage {
-  static constexpr int kPairs = kRingBytes > kPassBytes ? kRingBytes : kPassBytes;  // int32 [kBlockM]
+  static constexpr int kPairs = kRingBytes > kPassBytes ? kRingBytes : kPassBytes;  // unit_pairs, int32 [kBlockM]
   static constexpr int kBytes = kPairs + kBlockM * 4;
 };
 ASSERT_SHARED_BYTES(SharedStorage, SHARED_BYTES);

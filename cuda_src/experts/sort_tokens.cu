@@ -16,7 +16,7 @@
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kThreads = THREADS;
-constexpr int kExperts = EXPERTS;  // number of experts
+constexpr int kExperts = EXPERTS;  // number of experts in the layer
 constexpr bool kFromOffsets = FROM_OFFSETS;
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -26,7 +26,7 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   static constexpr int kCtasPerSm = CTAS_PER_SM;
   // Bytes of x that the producer copies per stage; 0 if consumers copy x themselves.
   static constexpr int kXStageBytes = X_STAGE_BYTES;
-  static constexpr int kXRingBytes = X_RING_BYTES;  // bytes of all stages of x
+  static constexpr int kXRingBytes = X_RING_BYTES;  // bytes of shared memory for all stages of x
   // Whether the weights of all stages, or only those of the first stages (Tile::stages_ahead), are copied before
   // griddepcontrol.wait. TMA serves copies in order, so x arrives after all weights that were copied before it. Copying
   // the weights of all stages suits a CTA that starts long before the preceding kernel ends; a CTA that starts later

@@ -87,7 +87,7 @@ template <class C> __device__ __forceinline__ void write_partial_sums(const type
   ptx::barrier_arrive(C::kSignalBarrier, C::kSignalThreads);
 }
 
-// The role of the signaler warp, which announces partial sums; meanwhile the consumers start their next unit.
+// The role of the signaler warp, which announces partial sums while the consumers start their next tiles.
 template <class C>
 __device__ __forceinline__ void signal_partial_sums(typename C::Scheduler& scheduler, uint32_t* counters) {
   while (scheduler.advance()) {

@@ -110,7 +110,7 @@ template <class Host> struct GemmSm90 : Host {
                                              : Host::kStages;
 
   struct SharedStorage {
-    // The arrays of the main loop: the stages of x and of the weight.
+    // The arrays of the main loop, with their layout: the stages of x and of the weight.
     using XRing = SharedArray<0, 1, Host::kXRingBytes>;
     using WeightStages = SharedArray<XRing::kEnd, Host::kStages, kWeightStageBytes>;  // [stage][tile column][k tile]
     using Barriers = SharedArray<WeightStages::kEnd, 2 * Host::kStages, kBarrierBytes>;

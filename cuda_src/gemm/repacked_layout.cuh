@@ -68,8 +68,8 @@ template <class C> struct TileColumns {
 // The scales and zero points of one group for the two columns of a lane: g and g + 8 of 16 columns.
 template <class C> struct Group {
   uint32_t scales;   // the scales of columns g and g + 8, two values of type Scale
-  uint32_t zeros;    // their zero points, in the two lowest bytes
-  uint32_t offsets;  // their offsets, two values of type Scale; 0 without offsets
+  uint32_t zeros;    // the zero points of both columns, in the two lowest bytes
+  uint32_t offsets;  // the offsets of both columns, of type Scale; 0 without offsets
 
   // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
   // first group of the tile.

@@ -18,7 +18,7 @@
 // An mbarrier that counts the bytes of partial sums that CTAs of the cluster write to this CTA's shared memory. It
 // completes one phase per launch, phase 0, so waits always expect parity 0.
 struct PartialSumBarrier {
-  uint32_t barrier;  // its address in shared memory
+  uint32_t barrier;  // shared address of the mbarrier
 
   // Initialization by one thread: init, fence_mbarrier_init, then expect with the number of bytes that will be written
   // to this CTA. The cluster must synchronize before the first write.

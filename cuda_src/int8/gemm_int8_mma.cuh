@@ -30,7 +30,7 @@ template <class Host> struct GemmInt8Mma : Host {
   static constexpr int kXBytes = kBlockM * kBlockK;
   static constexpr int kChunksN = Host::kBits;  // number of 16-byte chunks per row of the weight in a stage
   static constexpr int kWeightBytes = kBlockN * kChunksN * 16;
-  // Byte offset in a stage of the parameters of x: sX, oX, sumX.
+  // Byte offset in a stage of the parameters of x: scales sX, offsets oX and sums of codes sumX.
   static constexpr int kXParameters = kXBytes + kWeightBytes;
   static constexpr int kWeightParameters = kXParameters + Host::kXBlocks * 3 * kBlockM * 4;
   static constexpr int kStageBytes = kWeightParameters + Host::kXBlocks * 3 * kBlockN * 4;

@@ -97,7 +97,7 @@ template <class C> __device__ __forceinline__ void produce(const typename C::Sha
   };
   auto state = C::State::producer();
   TileScheduler<C> scheduler(m_blocks, n_blocks);
-  // The weight does not depend on the preceding kernel.
+  // The weight does not depend on the preceding kernel, so these copies start before the wait for it.
   const int early = scheduler.is_valid() ? min(C::kStages, mine.end - mine.begin) : 0;
   for (int i = 0; i < early; ++i) copy_weight(scheduler.tile(), mine.begin + i, i);
   ptx::griddepcontrol_wait();

@@ -69,11 +69,11 @@ template <class Host> struct GemmInt8Sm90 : Host {
                 "setmaxnreg would wait forever for registers that the CTA does not have");
 
   struct SharedStorage {
-    using X = SharedArray<0, Host::kStages, kBlockM * kBlockK>;            // [row][k], swizzled
-    using Codes = SharedArray<X::kEnd, Host::kStages, kBlockN * kBlockK>;  // [column][k], swizzled
+    using X = SharedArray<0, Host::kStages, kBlockM * kBlockK>;            // a stage is [row][k], swizzled
+    using Codes = SharedArray<X::kEnd, Host::kStages, kBlockN * kBlockK>;  // likewise [column][k]
     using Parameters = SharedArray<Codes::kEnd, Host::kStages, Host::kM64Tiles * kParameterTileBytes>;
     using XParameters =
-        // Parameters of x: float [block][parameter][row].
+        // The parameters of x in a stage: float [quantization block][parameter][row].
         SharedArray<Parameters::kEnd, Host::kStages, kXParameterBytes>;
     using Store = SharedArray<XParameters::kEnd, Host::kWarpgroups, kStoreRows * kStoreRowBytes>;
     using Barriers = SharedArray<Store::kEnd, 2 * Host::kStages, kBarrierBytes>;

@@ -43,7 +43,7 @@ template <class Host> struct GemmW4A8Sm90 : Host {
                 "a tile of offsets takes the place of one k tile of FP8");
 
   struct SharedStorage {
-    // The arrays of the main loop: the stages of x, of the weight and of the values of x per row.
+    // The arrays of the main loop, with the layout of a stage: x, the weight, and the values of x per row.
     using X = SharedArray<0, Host::kStages, Host::kKTiles * kXTileBytes>;  // [k tile][row][128 k], swizzled
     using Weight =
         SharedArray<X::kEnd, Host::kStages, kColumnTiles * Host::kKTiles * kWeightTileBytes>;  // [column tile][k tile]

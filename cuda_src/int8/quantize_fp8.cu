@@ -34,7 +34,7 @@ constexpr int kRounds = ROUNDS;
 constexpr int kBlockSize = BLOCK_SIZE;
 constexpr bool kKeepsRow = KEEPS_ROW;
 constexpr int kKept = kKeepsRow ? kRounds : 1;
-constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
+constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100; a smaller maximum counts as this
 constexpr float kLargestCode = 448.0f;
 
 static_assert(kThreads % 32 == 0 && kWarps <= 32, "a warp has a lane for the largest value of each warp");

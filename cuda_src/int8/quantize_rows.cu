@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
     high = reduce(high, [](float a, float b) { return fmaxf(a, b); }, shared_high);
     low = reduce(low, [](float a, float b) { return fminf(a, b); }, shared_low);
     step = __fdiv_rn(__fsub_rn(high, low), 255.0f);
-    if (step == infinity) step = __fsub_rn(__fdiv_rn(high, 255.0f), __fdiv_rn(low, 255.0f));  // high - low overflowed
+    if (step == infinity) step = __fsub_rn(__fdiv_rn(high, 255.0f), __fdiv_rn(low, 255.0f));  // if high - low overflows
     const bool is_wide = step > 1e-5f;
     origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
     if (!is_wide) step = 1.0f;

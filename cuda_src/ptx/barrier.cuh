@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Parallel Synchronization and Communication Instructions: barrier".
+// Named barriers of a CTA (PTX ISA, "Parallel Synchronization and Communication Instructions: barrier").
 #pragma once
 
 namespace ptx {

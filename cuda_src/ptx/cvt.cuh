@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Data Movement and Conversion Instructions: cvt".
+// Conversions between float types (PTX ISA, "Data Movement and Conversion Instructions: cvt").
 #pragma once
 
 namespace ptx {

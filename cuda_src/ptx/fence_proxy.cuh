@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "membar / fence". sm_90 and newer.
+// The fence between ordinary and TMA accesses to memory (PTX ISA, "membar / fence"). sm_90 and newer.
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Data Movement and Conversion Instructions: ld". sm_70 and newer.
+// A load that bypasses L1 (PTX ISA, "Data Movement and Conversion Instructions: ld"). sm_70 and newer.
 #pragma once
 
 namespace ptx {

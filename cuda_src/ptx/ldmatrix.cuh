@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Warp-level matrix load instruction: ldmatrix". sm_75 and newer.
+// Loads of mma fragments from shared memory (PTX ISA, "Warp-level matrix load instruction: ldmatrix"). sm_75 and newer.
 #pragma once
 
 namespace ptx {

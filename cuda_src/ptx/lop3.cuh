@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Logic and Shift Instructions: lop3". sm_50 and newer.
+// The instruction lop3 (PTX ISA, "Logic and Shift Instructions: lop3"). sm_50 and newer.
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Data Movement and Conversion Instructions: prefetch".
+// Prefetch instructions (PTX ISA, "Data Movement and Conversion Instructions: prefetch").
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Warp-level matrix store instruction: stmatrix". sm_90 and newer.
+// Stores of mma fragments to shared memory (PTX ISA, "Warp-level matrix store instruction: stmatrix"). sm_90 and newer.
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Special Registers: %tid".
+// The thread index, read from %tid (PTX ISA, "Special Registers: %tid").
 #pragma once
 
 namespace ptx {
