@@ -46,7 +46,7 @@ def quick_and_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command in a new process."""
+    """Run ``python -m cupy_awq`` with these arguments in a new process; return its exit code and its output."""
     environment = os.environ | {"PYTHONPATH": str(Path(cupy_awq.__file__).parents[1])}
     command = [sys.executable, "-m", "cupy_awq", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)

@@ -423,7 +423,7 @@ def test_gemm_int8_on_a_gpu_agrees_with_the_cpu(dtype: str, bits: int, m: int, n
     assert y is out
     eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
     np.testing.assert_allclose(y.get().astype(np.float64), wanted, rtol=2 * eps, atol=2e-5)
-    for symmetric in (True, False):  # with one scale per row of x
+    for symmetric in (True, False):  # x has one scale per row, with or without offsets
         here, far = (
             quantize_activations(x, symmetric=symmetric),
             quantize_activations(cupy.asarray(x), symmetric=symmetric),

@@ -66,7 +66,7 @@ def chain_folder(
     settings: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """Write a Hugging Face folder with the model of `chain_tensors`."""
+    """Write a Hugging Face folder with a model that follows each token by a fixed other one (`chain_tensors`)."""
     folder.mkdir()
     save_file(chain_tensors(following), folder / "model.safetensors")
     table = {**llm_models.LLAMA, "hidden_size": VOCAB, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -283,14 +283,14 @@ def check(file: str, landing: str) -> None:
         mma = WarpTileConfig(16, 1, 4, 2, 1)
         check_fp8_product(landing, problem, GEMM_INT8_SM80, mma, weight, seed=0, arch=89)
     elif file == "int8/quantize_fp8.cu":
-        # Two rounds, the second of which ends within the row.
+        # The kernel reads the row in two rounds, the second of which ends within it.
         check_fp8_quantization(landing, 1, 4112, 128, "float16", 8)
     elif file == "int8/gemv_int8.cu":
         # Warps prefetch several times, and K ends within a chunk.
         problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
         check_product(landing, problem, GEMV_INT8, GemvInt8Config(4, 2), a100, 64, seed=0)
     else:
-        # Two splits of K with five stages each: a block of 96 k belongs to both, a block of 64 k to one.
+        # K is split in two parts of five stages each: a block of 96 k belongs to both, a block of 64 k to one.
         for block_size in (64, 96):
             problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
             mma = WarpTileConfig(16, 1, 4, 3, 2)

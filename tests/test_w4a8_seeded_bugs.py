@@ -86,7 +86,7 @@ OFFSET_CONFIG = GemmW4A8Config(72, 1, 1, 2, 2, 1, 2, offset_tiles=True)
 The second slice ends with a tile of offsets (see `tests.test_gemm_w4a8`).
 """
 DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
-"""The same configuration with more stages than a slice of K has k tiles."""
+"""`OFFSET_CONFIG` with more stages than a CTA's slice of K has k tiles (128 rows of W each)."""
 PROLOGUE = "the prologue copies weights for a tile of offsets"
 
 OFFSET_SEEDS = {

@@ -18,7 +18,7 @@ source = Path(cupy_awq.__file__).parent / "data" / "smollm2-mlp"
 
 with tempfile.TemporaryDirectory() as folder:
     contents = checkpoint.read(source)  # NumPy arrays, read from the mapped file when they are accessed
-    checkpoint.save(folder, contents, "compressed-tensors")  # or "autoawq", "gptq"
+    checkpoint.save(folder, contents, "compressed-tensors")  # other formats: "autoawq", "gptq"
     print(*sorted(path.name for path in Path(folder).iterdir()))
 
     before, after = (cupy_awq.load(path, device="cpu") for path in (source, folder))

@@ -18,6 +18,6 @@ offset = np.zeros((CO, BLOCKS), np.float16)
 weight = from_mnn(packed, scale, offset, kernel=KERNEL, in_channels=CI)
 print(weight)
 
-images = rng.standard_normal((2, CI, 14, 14)).astype(np.float16)  # NCHW
+images = rng.standard_normal((2, CI, 14, 14)).astype(np.float16)  # two images in NCHW
 y = conv2d(images, weight, padding="same", activation="relu")
 print(f"x {images.shape} -> y {y.shape} {y.dtype}")

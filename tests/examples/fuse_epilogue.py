@@ -9,8 +9,8 @@ import numpy as np
 from cupy_awq import AwqLinear, gemm, quantize
 
 rng = np.random.default_rng(0)
-x = rng.standard_normal((4, 256)).astype(np.float16)  # [M, K]
-bias = rng.standard_normal(512).astype(np.float16)  # [N]
+x = rng.standard_normal((4, 256)).astype(np.float16)  # the activations x [M, K]
+bias = rng.standard_normal(512).astype(np.float16)  # one value per column of W [K, N]
 weight = quantize(rng.standard_normal((256, 512), np.float32) / 16)
 
 # `gemm` takes the tensors as a checkpoint holds them: activation(x @ W + bias).

@@ -11,8 +11,8 @@ import numpy as np
 import cupy_awq
 
 rng = np.random.default_rng(0)
-w = rng.standard_normal((1024, 512), np.float32) / 32  # [K, N]
-x = rng.standard_normal((8, 1024), np.float32)  # [M, K]
+w = rng.standard_normal((1024, 512), np.float32) / 32  # the weight W [K, N]
+x = rng.standard_normal((8, 1024), np.float32)  # the activations x [M, K]
 
 weight = cupy_awq.quantize(w, group_size=128)
 print(f"{weight}: {weight.nbytes / (2 * w.size):.0%} of the bytes in float16")

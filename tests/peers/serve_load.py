@@ -24,7 +24,7 @@ from cupy_awq.tools.table import render
 
 @dataclass
 class Result:
-    """The times of all requests of a run, in seconds."""
+    """The times to the first token and between tokens of all requests of a run, in seconds, and their tokens."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)

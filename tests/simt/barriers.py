@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named barriers of CTAs (``bar``) and barriers of clusters."""
+"""The simulation of a CTA's named barriers (``bar``) and of the barriers of a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Barriers:
         columns = machine.cluster_threads // 32
         # By cluster barrier, the merged vector clocks of the threads that have arrived in the current phase.
         self.cluster_clocks = np.zeros((3, clusters, columns), np.int64)
-        # Those of the last complete phase, which waiting threads acquire.
+        # The merged clocks of the last complete phase, which waiting threads acquire.
         self.cluster_closed = np.zeros_like(self.cluster_clocks)
 
     def arrive(

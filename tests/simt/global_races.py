@@ -82,7 +82,7 @@ class GlobalRaces:
                 self._published[address] = mine if published is None else np.maximum(published, mine)
 
     def _fenced(self, warp: int) -> Array:
-        """Return the clocks that an atomic releases: what is fenced in its cluster, all of others."""
+        """Return the clocks of all warps that an atomic of ``warp`` publishes: what ``warp`` knew at its last fence."""
         races = self.races
         first = warp // races.columns * races.columns
         times = self._known[warp].copy()

@@ -159,7 +159,7 @@ class Machine:
                     self._deadlock()
 
     def _land(self) -> bool:
-        """Land asynchronous copies, as no thread can run. Return False if there are none."""
+        """Let asynchronous copies in flight arrive, because no thread can run; return False if there are none."""
         return self.bulk.land() or self.async_copies.land()
 
     def _next(self) -> int:

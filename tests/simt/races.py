@@ -29,7 +29,7 @@ MAX_RECENT = 256
 
 
 class _Readers:
-    """The threads of one access as a column, which broadcasts against the grains of the access."""
+    """The threads of one access as a column, to compare each with all grains (equal pieces of memory) of the access."""
 
     def __init__(self, races: Races, threads: Array) -> None:
         self.threads = threads[:, None]
@@ -74,7 +74,7 @@ class Races:
         self._last: tuple[Array, _Readers] = (self._everyone.threads, self._everyone)
 
     def _update(self, warps: Any) -> None:
-        """Recompute what is derived from the clocks of these warps."""
+        """Recompute the tables that speed up checks, `_stamp` and `_limit`, from the clocks of these warps."""
         time = self.time[warps]
         self.known[0, warps, self.column[warps]] = time
         self._stamp[warps] = time << TIME_SHIFT

@@ -164,7 +164,7 @@ class Matrices:
 
     def left(self, a: tuple[Array, ...], warps: Array, rows: int, kind: str) -> Array:
         """Return operand A as float32 [warps, rows, depth] from its registers."""
-        values = elements(self._from_registers(a, warps), kind)  # [register, warp, lane, element]
+        values = elements(self._from_registers(a, warps), kind)  # axes [register, warp, lane, element]
         count, each = len(a), values.shape[-1]
         high = rows // 8
         values = values.reshape(count // high, high, len(warps), 8, 4, each).transpose(2, 1, 3, 0, 4, 5)

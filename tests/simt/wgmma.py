@@ -132,7 +132,7 @@ class Warpgroups:
         if machine.races:
             self._record(machine.races, position.reshape(address.shape), lanes, shared, at)
         chunks = memory.data.reshape(-1, CHUNK)[position // CHUNK].reshape(*address.shape, CHUNK)
-        if transposed:  # [groups, depth, chunks of 8 rows]
+        if transposed:  # the chunks are [groups, depth, rows / 8], each with 8 rows
             values = elements(chunks.view(np.uint32), kind)
             return values.reshape(len(groups), depth, rows).swapaxes(1, 2)
         return elements(chunks.view(np.uint32), kind).reshape(len(groups), rows, depth)
