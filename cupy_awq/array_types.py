@@ -29,7 +29,7 @@ Clamp = Literal["relu", "relu6"] | tuple[float, float] | None
 
 
 class LayerOptions(TypedDict, total=False):
-    """The options of a call of `cupy_awq.AwqLinear`."""
+    """The keyword arguments of a call of a `cupy_awq.AwqLinear` layer, all optional."""
 
     residual: Array | None
     out: Array | None
@@ -37,7 +37,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class GemvOptions(LayerOptions, total=False):
-    """The options of `cupy_awq.gemv`."""
+    """The keyword arguments of `cupy_awq.gemv`, all optional."""
 
     bias: Array | None
     activation: AnyActivation
@@ -45,7 +45,7 @@ class GemvOptions(LayerOptions, total=False):
 
 
 class GemmOptions(GemvOptions, total=False):
-    """The options of `cupy_awq.gemm`."""
+    """The keyword arguments of `cupy_awq.gemm`, all optional."""
 
     split_k: int | None
     batch_invariant: bool

@@ -190,7 +190,7 @@ class TopK(NamedTuple):
     groups: tuple[int, int]
     """The number of groups of experts, and the number of groups among which a token's experts are chosen."""
     scale: float
-    """The factor of all weights."""
+    """The factor by which the weights of a token's experts are multiplied."""
 
 
 def validate_topk(

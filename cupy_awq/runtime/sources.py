@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources: their folder, and the include closure of a source file."""
+"""The CUDA sources: their folder, and the texts of all files that a source file includes."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class GlobalMemory(Space):
         return buffer
 
     def check_allowed(self, buffer: Buffer, address: Array, lanes: Lanes, at: int, write: bool) -> None:
-        """Fail for a write to a read-only buffer, and before ``griddepcontrol.wait`` for a write or a read of new data."""
+        """Fail for a write to a read-only buffer, and for a use of new data before ``griddepcontrol.wait``."""
         machine = self.machine
         if write and not buffer.writable:
             machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))

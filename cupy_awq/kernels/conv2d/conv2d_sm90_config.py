@@ -147,7 +147,7 @@ class Conv2dSm90Config:
 
     @property
     def owned_groups(self) -> int:
-        """The number of 8-pixel groups per warpgroup that a CTA of a cluster sums and stores."""
+        """The number of groups of 8 pixels, per warpgroup, whose split-K sums one CTA adds up and stores."""
         return ceil_div(self.pixel_tiles * self.pixels // 8, self.split_k)
 
     @property

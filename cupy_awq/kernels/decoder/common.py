@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host code shared by the kernels of a decoder: launch plans with dependent launch, and the shares of query heads."""
+"""Host code shared by the kernels of a decoder: launch plans with dependent launch, and query heads per CTA."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class ExpertGemmConfig:
         return max(ring, sums) + self.block_m * 4
 
     def n_blocks(self, problem: ExpertProduct) -> int:
-        """Return the number of CTA tiles per unit."""
+        """Return the number of CTA tiles along N for each unit (block of rows of one expert)."""
         return ceil_div(problem.n, self.block_n)
 
 

@@ -134,7 +134,7 @@ def sort_step(pairs: int, experts: int, block: int, from_offsets: bool, ids: str
 
 
 def _few_tokens(layer: ExpertLayer) -> Steps:
-    """Return two launches: gate and up for each pair, and the weighted sum of down for each token."""
+    """Return two launches: gate and up for each pair of token and expert, and the weighted sum of down per token."""
     gate_up, down = _products(layer)
     gate_up = replace(gate_up, x_divisor=layer.top_k, ldx=layer.ldx)
     down = replace(

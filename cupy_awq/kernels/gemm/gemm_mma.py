@@ -25,7 +25,7 @@ WARP_N = 32
 REGISTER_SUMS_BLOCK_M = 32
 """The largest ``block_m`` whose registers also hold the sums of slices; for larger tiles, shared memory holds them."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
-"""The number of registers per thread for each ``block_m``."""
+"""The number of registers per thread by ``block_m``, the number of rows of y per CTA tile."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ BLOCK_N = THREADS = LANES * 8
 SLICES = THREADS // LANES
 """The number of slices into which the threads of a CTA divide K."""
 REGISTERS = {1: 80, 2: 128, 4: 154, 8: 192, 16: 248}
-"""The number of registers per thread, by ``rows``."""
+"""The number of registers per thread, by the number of rows of x whose sums a thread holds."""
 
 
 @dataclass(frozen=True)

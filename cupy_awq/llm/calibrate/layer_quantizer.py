@@ -242,7 +242,7 @@ class _Scales(NamedTuple):
     """The channel scales of a layer."""
 
     columns: Mapping[str, Array]
-    """The factor of each column of the weights [N, K] of linear layers that share an input, float32 [K], by site."""
+    """By name of `Site`: the factors of the columns of the weights [N, K] of its linear layers, float32 [K]."""
     rows: Mapping[str, Array]
     """The divisor of each row of the weight [N, K] of a linear layer, float32 [N], by name of the layer."""
 
@@ -253,7 +253,7 @@ class _Scales(NamedTuple):
 
 
 def _list_quantized(layer: LayerSpec, ignore: str | None) -> dict[str, list[str]]:
-    """Return the names of the linear layers to quantize, by site; a site without such layers is omitted."""
+    """Return the names of the linear layers to quantize, by name of `Site` (the layers with the same input)."""
     names = {
         site.name: [
             linear.name
@@ -306,7 +306,7 @@ def _fold(
 def _quantize(
     weights: DenseWeights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
 ) -> dict[str, QuantizedRows]:
-    """Return the quantized weights of a decoder layer by name; a site without moments is rounded to nearest."""
+    """Return the quantized weights of a decoder layer by name; a `Site` without moments is rounded to nearest."""
     result = {}
     for site, names in sites.items():
         parts = [weights.linears[name][0] for name in names]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 BLOCK = 32
-"""The number of tokens per block."""
+"""The number of tokens whose keys and values a block holds."""
 
 DUMMY = 0
 """The block that no sequence owns, for padding rows of a batch."""
@@ -65,7 +65,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of free blocks."""
+        """The number of blocks that a sequence could take now, including those that hold a cached prefix."""
         return len(self._free)
 
     @property

@@ -45,7 +45,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Project:
-    """x = projection(x)."""
+    """The operation x = projection(x), for linear layers that share x, or for a whole mixture of experts."""
 
     projection: Projection
 
@@ -70,7 +70,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Add:
-    """h = h + projection(x)."""
+    """The operation h = h + projection(x), which adds the result of a block to the residual stream h."""
 
     projection: Projection
 
@@ -79,10 +79,10 @@ Operation = Norm | Project | Attend | Add
 
 
 class LayerWeights(Protocol):
-    """The weights of a layer, prepared by a back end."""
+    """The interface through which `list_operations` gets the weights of a decoder layer, prepared by a back end."""
 
     def norm(self, spec: NormSpec) -> Norm:
-        """Return an RMSNorm."""
+        """Return the RMSNorm that ``spec`` describes, with its weight on the device."""
         ...
 
     def project(

@@ -255,7 +255,7 @@ class PagedRows:
         return self.row_positions[None]
 
     def runs(self, steps: int) -> tuple[Run, ...]:
-        """Return the rows by sequence."""
+        """Return, for each sequence of the batch, which rows its new tokens are and where its state lies."""
         return self.row_runs
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 LONGEST = 8
-"""The largest number of last tokens that are searched for; the smallest is 2."""
+"""The largest number of a text's last tokens that are searched for in the text before; the smallest is 2."""
 
 WINDOW = 4096
-"""The number of earlier tokens in which they are searched for."""
+"""The number of a text's last tokens in which a draft is searched for."""
 
 
 def draft_ngram(tokens: Sequence[int], room: int) -> list[int]:

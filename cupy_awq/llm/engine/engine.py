@@ -192,7 +192,7 @@ class Engine:
         return self._thread.is_alive() and (self._is_idle or time.monotonic() - self._beat < seconds)
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the counts."""
+        """Return the present numbers of sequences and blocks, and the totals since the start."""
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.rows),

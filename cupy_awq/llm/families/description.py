@@ -219,7 +219,7 @@ class LayerSpec:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The inputs of the linear layers, in the order of execution."""
+        """The linear layers, those with the same input together, in the order of execution."""
         attention, block = self.mixer, self.feed_forward
         mlps = {"": block} if isinstance(block, Mlp) else {f".{i}": mlp for i, mlp in enumerate(block.mlps)}
         sites = [

@@ -52,7 +52,7 @@ class QuantizedEntry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The Hugging Face name."""
+        """The Hugging Face name of the weight, with the prefix of its decoder layer."""
         return f"{self.layer}.{self.linear.name}"
 
 

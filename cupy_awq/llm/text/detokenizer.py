@@ -52,7 +52,7 @@ class TokenDecoder:
 
     @property
     def is_bytewise(self) -> bool:
-        """Whether each token maps to bytes."""
+        """Whether each token stands for fixed bytes, so that a text can be decoded token by token."""
         return self._to_bytes is not None
 
     def bytes(self, token: int) -> bytes:

@@ -92,12 +92,12 @@ class RemoteEncoder:
         return token
 
     def to_str(self) -> str:
-        """Return the tokenizer.json."""
+        """Return the tokenizer as the JSON text of a tokenizer.json."""
         text: str = self._use("to_str", len(self._text))
         return text
 
     def save(self, path: str) -> None:
-        """Write the tokenizer.json."""
+        """Write the tokenizer as a tokenizer.json to ``path``."""
         Path(path).write_text(self.to_str(), encoding="utf-8")
 
     def describe(self) -> dict[str, Any]:
