@@ -92,7 +92,7 @@ def mix_experts(
     h = round_once(multiply_rows_by_experts(x[tokens], ids, gate_up, form), x.dtype)
     pairs = multiply_rows_by_experts(h, ids, down, Activation()).reshape(m, top_k, down.spec.weight.n)
     y = np.zeros((m, down.spec.weight.n), FLOAT32)
-    for slot in range(top_k):  # the order of the kernels' additions
+    for slot in range(top_k):  # adds slot by slot, in the order of the kernels
         y += pairs[:, slot] * topk_weights[:, slot, None]
     result: Array = round_once(y if shared is None else y + shared.astype(np.float32), x.dtype)
     return result

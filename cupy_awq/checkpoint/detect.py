@@ -289,7 +289,7 @@ def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
     The message contains ``reason``, the evidence for ``layout``. Raises KeyError if the codes are named ``qweight`` but
     the format is missing in `SHAPE_CHECKS`.
     """
-    if layout.codes_suffix != "qweight":  # a suffix that no other format uses
+    if layout.codes_suffix != "qweight":  # no other format uses this suffix, so none can fit
         return
     expected = layout.name.removesuffix(" v1").removesuffix(" v2")  # "gptq v1" and "gptq v2" share one entry
     fits = SHAPE_CHECKS[expected]

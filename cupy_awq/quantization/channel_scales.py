@@ -73,7 +73,7 @@ def search_channel_scales(
         x_mean, w_mean = (_share(a, tied) for a in (x_mean, w_mean))
         is_live = x_mean > 0
 
-    upper = moments.second.copy()  # # the blocks above the diagonal are doubled below, as `rounding_error` expects
+    upper = moments.second.copy()  # the blocks above the diagonal are doubled below, as `rounding_error` expects
     for start, stop in _column_blocks(len(upper)):
         upper[:start, start:stop] *= 2
 

@@ -69,7 +69,7 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
             zero[:, g],
             symmetric=symmetric,
         )
-        # # The gradient's rows of this group and of earlier ones are not read again, so only later rows are updated.
+        # The gradient's rows of this group and of earlier ones are not read again, so only later rows are updated.
         gradient[part.stop :] += second[part.stop :, part] @ step
     return make_grid(scale, zero)
 
@@ -133,7 +133,7 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
     xp = namespace(codes)
     curvatures = xp.diagonal(second)
     for block, step in channel_blocks(len(codes), transpose_grid(grid)):
-        # # With all other codes fixed, the error is smallest if the weight is reduced by gradient / H_jj.
+        # With all other codes fixed, the error is smallest if the weight is reduced by gradient / H_jj.
         inverse = (1 / curvatures[block])[:, None]
         distance = gradient[block] * inverse
         with np.errstate(over="ignore"):  # if all weights of a group are 0, its tiny scale can give infinity
@@ -142,7 +142,7 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
         rounded, change = round_channels(old - distance, old, second[block, block] * inverse, step)
         codes[block] = rounded
         change *= step.scale
-        # # The gradient's rows of this block and of earlier ones are not read again, so only later rows are updated.
+        # The gradient's rows of this block and of earlier ones are not read again, so only later rows are updated.
         gradient[block.stop :] += second[block.stop :, block] @ change
 
 

@@ -112,7 +112,7 @@ def _make_limiter() -> Callable[[float, int], None]:
     """Return a function that sets the limits of the next call: CPU seconds, and address space in bytes."""
     try:
         import resource
-    except ImportError:  # # Windows has no module ``resource``, which sets the limits
+    except ImportError:  # Windows has no module ``resource``, which sets the limits
         return lambda seconds, memory: None
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))

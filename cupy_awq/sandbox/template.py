@@ -37,7 +37,7 @@ class Generation(Extension):
 class PlainNamespace(Namespace):
     """jinja2's namespace without names that start with an underscore, which could reach Python's internals."""
 
-    # # named neither "self" nor "cls": a template may use these as keyword arguments.
+    # No argument is called "self": a template may use this name as a keyword argument.
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
         values = dict(*rest, **kwargs)

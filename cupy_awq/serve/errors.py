@@ -21,7 +21,7 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body of the reply."""
+        """Return the error as the JSON object of the reply's body."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

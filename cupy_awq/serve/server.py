@@ -129,7 +129,7 @@ class Server:
                 return _error(ApiError.from_value_error(error))
             except ClientDisconnect:
                 status = 499
-                return _json({}, status)  # # nobody reads this reply: the client has left
+                return _json({}, status)  # nobody reads this reply: the client has left
             except MemoryError:
                 status = 503
                 return _error(ApiError(503, "memory: expected enough for the request, got none"))
@@ -143,7 +143,7 @@ class Server:
         keys, hosts = self._settings.keys, self._settings.hosts
         if keys and request.url.path != "/":
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            # # compares with all keys, so that the time tells nothing about them.
+            # Compare with all keys, so that the time tells nothing about them.
             if not sum(hmac.compare_digest(given, key.encode()) for key in keys):
                 raise ApiError(
                     401, "authorization: expected Bearer and a valid key, got another", code="invalid_api_key"
@@ -264,7 +264,7 @@ class Server:
         found = await until_disconnect(request.receive, collect())
         if found is None:
             _cancel(generations)
-            return _json({}, 499)  # # nobody reads this reply: the client has left
+            return _json({}, 499)  # nobody reads this reply: the client has left
         return _json(reply.whole(found, generations))
 
     async def _measure(self, deltas: Deltas, began: float) -> Deltas:

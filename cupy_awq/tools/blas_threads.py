@@ -78,4 +78,4 @@ def _count_running(proc: Path) -> int:
             counts.append(int((proc / "loadavg").read_text().split()[3].partition("/")[0]))
         except (OSError, ValueError, IndexError):
             return 0
-    return max(0, min(counts) - 1)  # one of them is this thread
+    return max(0, min(counts) - 1)  # one of the running threads is this one

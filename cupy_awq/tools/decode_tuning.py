@@ -225,7 +225,7 @@ class Step:
         import cupy
 
         with select.forced_shapes(candidates):
-            self._run()  # # so that kernels are compiled and the memory pool is filled before the capture
+            self._run()  # so that kernels are compiled and the memory pool is filled before the capture
             graph = capture(self._stream, self._run)
 
         def time_steps() -> float:

@@ -232,7 +232,7 @@ def _answer(chat: Chat, text: str, args: argparse.Namespace, sampling: Sampling,
         for piece in chat.say(text, **options):
             _write(piece)
     except KeyboardInterrupt:
-        pass  # # the answer printed so far stays in the conversation
+        pass  # the answer printed so far stays in the conversation
     print()
     if chat.last is not None:
         _explain_end(chat.last, args.max_tokens, "conversation")
@@ -316,7 +316,7 @@ def _load(path: str, place: Any) -> LanguageModel:
         return llm.load(path, device=place, progress=show_bar if has_bar else None)
     except BaseException:
         if has_bar:
-            erase_bar()  # # otherwise the error would begin after the bar, in the same line
+            erase_bar()  # otherwise the error would begin after the bar, in the same line
         raise
 
 

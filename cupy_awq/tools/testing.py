@@ -13,7 +13,7 @@ from cupy_awq.check import Array
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # # the number of weights that are converted to float64 at a time, which bounds the memory
+_BLOCK = 1 << 22  # the number of weights that are converted to float64 at a time, which bounds the memory
 
 
 def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:

@@ -94,7 +94,7 @@ def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
 
     def launch() -> None:
         for call in batch:
-            call()  # frees its result, so that the next call reuses the memory
+            call()  # its result is freed at once, so that the next call reuses the memory
 
     graph = capture(stream, launch)
     begin = stream.record()

@@ -124,7 +124,7 @@ def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, in
     counts = {}
     for name, key in find(metadata).permuted.items():
         arch = metadata["general.architecture"]
-        # # the number for a projection that has no field of its own.
+        # The number for a projection that has no field of its own.
         all_heads = metadata.get(f"{arch}.attention.head_count")
         count = metadata.get(f"{arch}.{key}", all_heads)
         if type(count) is not int or count < 1:

@@ -25,7 +25,7 @@ Bytes = npt.NDArray[Any]
 
 IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)  # # the 16 values that codes of IQ4_NL stand for, kvalues_iq4nl in ggml-common.h of llama.cpp
+)  # the 16 values that codes of IQ4_NL stand for, kvalues_iq4nl in ggml-common.h of llama.cpp
 BIAS = 128
 """The offset that is added to a signed 8-bit code to store it as uint8."""
 

@@ -115,7 +115,7 @@ def quantize_layers(
     ops = NumpyOps(decoder, expand_weights=True, xp=xp)
     table = ops.prepare_tensor(files.read_tensor(f"{decoder.embedding}.weight", (decoder.vocab, decoder.hidden)))
     hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]) for ids in sequences if len(ids)]
-    tuned = hidden[:STEPS] if tunes else []  # the hidden states in the quantized model
+    tuned = hidden[:STEPS] if tunes else []  # the inputs of the next layer in the quantized model
     done = iter(finished)
     for index, layer in enumerate(decoder.layers):
         on_step("read")
@@ -132,7 +132,7 @@ def quantize_layers(
             result = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
         except ValueError as error:  # add the layer to the message of MomentSum.add
             raise ValueError(f"{files.path}: {layer.name}: {error}") from None
-        del weights  # # so that the memory never holds two layers in float32
+        del weights  # so that the memory never holds two layers in float32
         yield result
 
 

@@ -104,7 +104,7 @@ class _TunedLinear:
         xp = namespace(w)
         self._grid, self._steps = rows.grid, rows.grid.expand(-1, np.float32)
         codes = rows.codes.reshape(*rows.grid.scale.shape, -1).astype(np.float32)
-        # # codes before rounding, [N, K/G, G], which the next lines keep within `MARGIN` of the present codes.
+        # The codes before rounding, [N, K/G, G], which the next lines keep within `MARGIN` of the present codes.
         self._codes = w.reshape(codes.shape) / self._steps.scale
         self._codes += self._steps.zero - codes
         xp.clip(self._codes, -MARGIN, MARGIN, out=self._codes)

@@ -125,7 +125,7 @@ def gumbel_noise(seed: int, sequence: int, position: int, ids: Array) -> Array:
     """Return Gumbel noise, float32 [len(ids)], as a deterministic function of all arguments."""
     key = _mix(np.array([seed], np.uint64) + np.array([sequence << 32 | position], np.uint64) * _STEP)
     bits = _mix(key + ids.astype(np.uint64) * _STEP) >> np.uint64(41)
-    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)  # in (0, 1), exact in float32
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)  # within (0, 1), exact
     noise: Array = -np.log(-np.log(uniform))
     return noise
 

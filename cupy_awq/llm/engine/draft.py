@@ -25,7 +25,7 @@ def draft_ngram(tokens: Sequence[int], room: int) -> list[int]:
     []
     """
     text = np.array(tokens[-WINDOW:])
-    # # where the last token has occurred before; each round below keeps the places where one more token agrees.
+    # The places where the last token has occurred before; each round keeps those where one more token agrees.
     ends = np.flatnonzero(text[:-1] == text[-1])
     found = -1
     for size in range(2, LONGEST + 1):

@@ -322,7 +322,7 @@ class Engine:
 
     def _wake(self) -> None:
         for loop, events in self._woken.items():
-            with contextlib.suppress(RuntimeError):  # # the reader's event loop may have been closed
+            with contextlib.suppress(RuntimeError):  # the reader's event loop may have been closed
                 loop.call_soon_threadsafe(_set_all, events)
         self._woken = {}
 

@@ -139,7 +139,7 @@ class Scheduler:
         self._turns = 0
         self._was_prompt = False
         self._is_patient = False
-        self._prompt_rate = 0.0  # # in tokens per second, as a running mean over steps with prompts; 0 before the first
+        self._prompt_rate = 0.0  # in tokens per second, as a running mean over steps with prompts; 0 before the first
         self._decode_seconds = 0.0
         self.preemptions = 0
 
@@ -156,7 +156,7 @@ class Scheduler:
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Let a sequence wait, behind the others with its key or, if ``first``, before them."""
         key = sequence.request.key
-        # # a returning key starts level with the others, else its old count would give it the next steps.
+        # A returning key starts level with the others, else its old count would give it the next steps.
         if key not in self._served:
             self._served[key] = min(self._served.values(), default=0)
         queue = self._waiting.setdefault(key, deque())
@@ -201,7 +201,7 @@ class Scheduler:
         for part, tokens in zip(step.parts, chosen, strict=True):
             sequence = part.sequence
             sequence.tokens += tokens
-            # # the last token chosen has not run yet; those before it ran as drafts.
+            # The last token chosen has not run yet; those before it ran as drafts.
             computed = part.start + part.size + max(len(tokens) - 1, 0)
             self.pool.mark_computed(sequence.table, sequence.tokens, computed)
             self._served[sequence.request.key] += part.size + max(len(tokens) - 1, 0)
@@ -261,7 +261,7 @@ class Scheduler:
 
     def _decode_parts(self) -> tuple[Part, ...]:
         """Return the newest token of each decoding sequence, after making room for it, and drafts."""
-        for sequence in list(self._decoding):  # # a copy in order of age, since `_preempt` removes sequences
+        for sequence in list(self._decoding):  # a copy in order of age, since `_preempt` removes sequences
             while sequence in self._decoding and not self.pool.reserve(sequence.table, len(sequence.tokens)):
                 self._preempt(max(self.rows, key=lambda row: row.turn))
         parts = [Part(sequence, sequence.table.computed, 1) for sequence in self._decoding]

@@ -136,7 +136,7 @@ def read_contents(path: Path) -> Contents:
     """Open an ak48 file as the modules and tensors of a checkpoint. Raises the same errors as `read`."""
     entries: dict[str, Pending | Tensor] = {}
     for name, reader in read(path).tensors.items():
-        item = reader()  # # its arrays are views of the mapped file, so this reads nothing yet
+        item = reader()  # its arrays are views of the mapped file, so this reads nothing yet
         if isinstance(item, Module):
             weight = item.weight
             spec = ModuleSpec(*weight.shape, weight.group_size, "packed", weight.dtype)

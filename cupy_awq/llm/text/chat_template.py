@@ -94,7 +94,7 @@ def prepare() -> None:
     """Start the worker process and import jinja2 there, without waiting for it."""
 
     def start() -> None:
-        with contextlib.suppress(worker.LimitError, worker.ProgramError):  # a later call has the same error
+        with contextlib.suppress(worker.LimitError, worker.ProgramError):  # a later call raises the same error
             worker.shared().call("render", template="", variables={}, max_characters=0)
 
     threading.Thread(target=start, daemon=True).start()

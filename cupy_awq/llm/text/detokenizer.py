@@ -94,7 +94,7 @@ def _read_decoder(decoder: Any) -> tuple[Callable[[str], bytes] | None, int]:
 def _from_byte_level(token: str) -> bytes:
     try:
         return bytes(BYTES[character] for character in token)
-    except KeyError:  # # an added token has characters that stand for no byte
+    except KeyError:  # an added token has characters that stand for no byte
         return token.encode("utf-8", "replace")
 
 
@@ -201,7 +201,7 @@ class Detokenizer:
                 low, high = self._stop.narrow(low, high, depth, text[at])
                 if low == high:
                     continue
-                if len(texts[low]) == depth + 1:  # the earliest begin comes first
+                if len(texts[low]) == depth + 1:  # a stop string is complete; the first to begin counts
                     self.stopped, self._held = True, ""
                     return text[: at - depth]
                 begun.append((depth + 1, low, high))
