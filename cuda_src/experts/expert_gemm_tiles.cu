@@ -36,7 +36,7 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
   static constexpr int kPassRows = PASS_ROWS;        // number of rows whose accumulators are in shared memory at a time
   static constexpr int kCtasPerSm = CTAS_PER_SM;
   static constexpr bool kHasRowWeights = HAS_ROW_WEIGHTS;
-  // Without unit_pairs, int32 [BLOCK_M], which follow the other arrays.
+  // The size of all arrays but unit_pairs, int32 [BLOCK_M], which follow the others.
   static constexpr int kSharedBytes = SHARED_BYTES - BLOCK_M * 4;
 };
 using Kernel = GemmMmaFragments<Config>;

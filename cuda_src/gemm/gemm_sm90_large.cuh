@@ -41,8 +41,8 @@ template <class Host> struct GemmSm90Large : Host {
       Host::kM64Tiles * 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
 
   struct SharedStorage {
-    using XStages = SharedArray<0, Host::kStages, kXStageBytes>;  // [stage][k64][row][64 k], swizzled
-    using WeightStages = SharedArray<XStages::kEnd, Host::kStages, kWeightStageBytes>;  // [stage][weight tile]
+    using XStages = SharedArray<0, Host::kStages, kXStageBytes>;  // layout [stage][k64][row][64 k], swizzled
+    using WeightStages = SharedArray<XStages::kEnd, Host::kStages, kWeightStageBytes>;  // layout [stage][weight tile]
     using StoreBuffers = SharedArray<WeightStages::kEnd, Host::kWarpgroups, Host::kStoreRows * kStoreRowBytes>;
     using Barriers = SharedArray<StoreBuffers::kEnd, 2 * Host::kStages, kBarrierBytes>;
     static constexpr int kBytes = Barriers::kEnd;

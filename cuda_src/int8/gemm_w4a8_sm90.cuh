@@ -45,8 +45,8 @@ template <class Host> struct GemmW4A8Sm90 : Host {
   struct SharedStorage {
     // The arrays of the main loop, with the layout of a stage: x, the weight, and the values of x per row.
     using X = SharedArray<0, Host::kStages, Host::kKTiles * kXTileBytes>;  // [k tile][row][128 k], swizzled
-    using Weight =
-        SharedArray<X::kEnd, Host::kStages, kColumnTiles * Host::kKTiles * kWeightTileBytes>;  // [column tile][k tile]
+    using Weight = SharedArray<X::kEnd, Host::kStages,
+                               kColumnTiles * Host::kKTiles * kWeightTileBytes>;  // [column tile][k tile] of a stage
     using XParameters = SharedArray<Weight::kEnd, Host::kStages,
                                     kHasXParameters ? Host::kKTiles * Host::kBlockM * 4 : 0>;  // [k tile][row]
     // Used after the main loop, in the memory of the stages: the accumulators of each consumer, [row][column].

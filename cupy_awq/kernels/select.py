@@ -344,7 +344,7 @@ class ExplainedKernel(NamedTuple):
     """One line of the table that `explain` prints: a kernel family and its best configuration."""
 
     kernel: str
-    """The name of the family."""
+    """The name of the kernel family, as ``kernel=`` takes it."""
     us: float | None
     """The time in microseconds, or None if the family is not legal."""
     time: str | None

@@ -329,7 +329,7 @@ def _write(text: str) -> None:
 def _print_stats(model: LanguageModel) -> None:
     stats, read = model.stats, model.model.weight_bytes
     lines = [f"prompt  {stats.prompt_tokens} tokens"]
-    if stats.prompt_seconds > 0:  # 0 if Ctrl-C stopped the prefill
+    if stats.prompt_seconds > 0:  # the time is 0 if Ctrl-C stopped the prefill
         lines[0] += f", {stats.prompt_tokens / stats.prompt_seconds:.1f} tokens/s"
     if stats.seconds > 0:
         speed = stats.tokens / stats.seconds

@@ -50,7 +50,7 @@ def original_weights() -> dict[str, npt.NDArray[np.float32]]:
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file()).tensors}
     return {
-        module: gguf.dequantize(tensors[name].data, tensors[name].tensor_type).T  # GGUF stores [N, K].
+        module: gguf.dequantize(tensors[name].data, tensors[name].tensor_type).T  # GGUF stores weights as [N, K].
         for name, module in NAMES.items()
     }
 

@@ -207,7 +207,7 @@ class DecodeAttentionSimt(Family[DecodeAttention, DecodeAttentionConfig]):
         """Return the launch plan; the buffers are those of `DecodeAttention.arguments`."""
         defines = {**problem.defines(), **simt_constants(config.cta_heads, problem.head_dim)}
         if config.threads == 128 and config.cta_heads > 2 and problem.dtype == "bfloat16":
-            defines |= {"UNROLL": 2}  # With 4, ptxas spills registers.
+            defines |= {"UNROLL": 2}  # With an unroll factor of 4, ptxas spills registers.
         defines |= {"MAX_SPLITS": next_power_of_two(config.splits), "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
         return _plan(self.NAME, config, problem, device, defines)
 

@@ -164,7 +164,7 @@ def _quantize_layer(
         folded, folded_moments, found = _fold(layer, weights, moments, recipe, sites)
     on_step("quantize")
     quantized = _quantize(folded, folded_moments, recipe, sites)
-    del folded_moments  # with scales, as large as `moments`, which is needed below: free them before weights are copied
+    del folded_moments  # with scales they take as much memory as `moments`, which is needed below
     dtype = weights.norms[layer.mixer_norm.weight].dtype
     if tuned:
         if not isinstance(layer.feed_forward, Experts):

@@ -33,7 +33,7 @@ class RemoteEncoder:
     """
 
     pre_tokenizer = None
-    """The pre-tokenizer, which no other format can represent."""
+    """None: no other format has a name for the pre-tokenizer of a tokenizer that must run in a worker process."""
 
     def __init__(self, text: str, added: Sequence[Mapping[str, Any]]) -> None:
         self._text, self._added = text, [dict(entry) for entry in added]
