@@ -93,7 +93,7 @@ class GrammarConstraint:
         logits[allowed == 0] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on to the state after ``token``. Raises ValueError if it may not come next."""
+        """Record that ``token`` has been chosen and go on after it. Raises ValueError if it may not come next."""
         self._matcher.consume_token(token)
         _check(self._matcher)
 

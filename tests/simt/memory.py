@@ -50,7 +50,7 @@ class Buffer:
         self._views: dict[Any, tuple[np.ndarray, int]] = {}
 
     def elements(self, position: Array, dtype: Any) -> tuple[np.ndarray, Array]:
-        """Return the buffer's bytes as an array of ``dtype``, and the index into it of each byte position."""
+        """Return the buffer as an array of ``dtype``, and the index of the element at each byte position."""
         if dtype not in self._views:
             size = np.dtype(dtype).itemsize
             skip = -self.base % size

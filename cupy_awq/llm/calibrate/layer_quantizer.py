@@ -242,7 +242,7 @@ class _Scales(NamedTuple):
     """The channel scales of a layer."""
 
     columns: Mapping[str, Array]
-    """By name of `Site`: the factors of the columns of the weights [N, K] of its linear layers, float32 [K]."""
+    """The factors of the columns of the weights [N, K] of linear layers, float32 [K], by name of `Site`."""
     rows: Mapping[str, Array]
     """The divisor of each row of the weight [N, K] of a linear layer, float32 [N], by name of the layer."""
 

@@ -37,7 +37,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Go on to the state after ``token``. Raises ValueError if it may not come next."""
+        """Record that ``token`` has been chosen and go on after it. Raises ValueError if it may not come next."""
         ...
 
 
