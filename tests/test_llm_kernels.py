@@ -104,10 +104,7 @@ def rotated(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.n
 def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
     backend: str, arch: int, dtype: str, head_dim: int, norm: bool, steps: int
 ) -> None:
-    """RoPE and the append to the KV cache use each sequence's own position, and change no other key or value.
-
-    A sequence that fills its cache writes nothing.
-    """
+    """RoPE and the append to the KV cache use each sequence's own position; a full sequence writes nothing."""
     heads, kv_heads, element = 4, 2, DTYPES[dtype]
     rng = np.random.default_rng(head_dim)
     lengths = np.array([0, 37, CAPACITY - steps, CAPACITY], np.int32)
@@ -204,11 +201,7 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
 def test_decode_attention_covers_the_cache_and_the_new_token(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
-    """Decode attention is right with one split of the keys, several, and CTAs without keys; unused keys are NaN.
-
-    A full sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another
-    order.
-    """
+    """Decode attention is right with one split of the keys, several, and CTAs without keys, also for full sequences."""
     rng = np.random.default_rng(heads + head_dim)
     capacity, element = UNSPLIT_KEYS + 44, DTYPES[dtype]
     lengths = np.array([0, 32, UNSPLIT_KEYS - 1, UNSPLIT_KEYS, capacity - 1, capacity], np.int32)
@@ -276,11 +269,7 @@ def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
 
 
 def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu() -> None:
-    """The last layer's GEMM (dense weights) reads the weight seldom and fills the GPU.
-
-    A CTA computes up to three blocks of 16 rows; up to four CTAs read the same columns of the weight, which L2 then
-    holds.
-    """
+    """A CTA of a dense GEMM has up to three blocks of 16 rows; four CTAs at most read the same columns of the weight."""
     wanted = {1: (1, (1, 132, 1)), 17: (2, (1, 132, 1)), 48: (3, (1, 132, 1)), 64: (2, (2, 66, 1))}
     wanted |= {128: (2, (4, 33, 1)), 129: (2, (3, 44, 2))}
     for m, found in wanted.items():
@@ -407,10 +396,7 @@ def chosen_by_kernels(
     ],
 )
 def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
-    """The sampling kernels choose the tokens that the CPU chooses: noise, penalties and filters agree.
-
-    So a seed gives the same text on every device.
-    """
+    """The sampling kernels choose the CPU's tokens (noise, penalties, filters), so a seed gives one text on all devices."""
     rng = np.random.default_rng(8)
     logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
     seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
