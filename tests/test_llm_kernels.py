@@ -269,7 +269,7 @@ def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
 
 
 def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu() -> None:
-    """A CTA of a dense GEMM has up to three blocks of 16 rows; four CTAs at most read the same columns of the weight."""
+    """A CTA of a dense GEMM has up to three blocks of 16 rows; at most four read the same columns of the weight."""
     wanted = {1: (1, (1, 132, 1)), 17: (2, (1, 132, 1)), 48: (3, (1, 132, 1)), 64: (2, (2, 66, 1))}
     wanted |= {128: (2, (4, 33, 1)), 129: (2, (3, 44, 2))}
     for m, found in wanted.items():
@@ -396,7 +396,7 @@ def chosen_by_kernels(
     ],
 )
 def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
-    """The sampling kernels choose the CPU's tokens (noise, penalties, filters), so a seed gives one text on all devices."""
+    """The sampling kernels choose the CPU's tokens (noise, penalties, filters), so a seed gives one text everywhere."""
     rng = np.random.default_rng(8)
     logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
     seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
