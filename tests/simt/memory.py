@@ -271,7 +271,7 @@ class GlobalMemory(Space):
         return buffer
 
     def check_allowed(self, buffer: Buffer, address: Array, lanes: Lanes, at: int, write: bool) -> None:
-        """Fail for a write to a read-only buffer, and for a use of new data before ``griddepcontrol.wait``."""
+        """Fail for a write to a read-only buffer, or an access before ``griddepcontrol.wait`` that must follow it."""
         machine = self.machine
         if write and not buffer.writable:
             machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))
