@@ -12,4 +12,4 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel(uint32_t* address, uint32_t
   return previous;
 }
 
-}  // namespace ptx
+}

@@ -15,4 +15,4 @@ __device__ __forceinline__ void barrier_arrive(int index, int threads) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
-}  // namespace ptx
+}

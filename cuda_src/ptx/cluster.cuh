@@ -50,4 +50,4 @@ __device__ __forceinline__ void st_async(unsigned cluster_address, const float (
                : "memory");
 }
 
-}  // namespace ptx
+}

@@ -25,4 +25,4 @@ __device__ __forceinline__ unsigned short cvt_rn_bf16_f32(float value) {
   return out;
 }
 
-}  // namespace ptx
+}

@@ -19,4 +19,4 @@ __device__ __forceinline__ unsigned cvt_rn_f16x2_e4m3x2(unsigned short pair) {
   return out;
 }
 
-}  // namespace ptx
+}

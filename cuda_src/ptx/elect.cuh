@@ -18,4 +18,4 @@ __device__ __forceinline__ bool elect() {
   return out;
 }
 
-}  // namespace ptx
+}

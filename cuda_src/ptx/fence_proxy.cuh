@@ -8,4 +8,4 @@ namespace ptx {
 // threads that this thread has acquired, before later accesses through the async proxy (wgmma and TMA).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-}  // namespace ptx
+}

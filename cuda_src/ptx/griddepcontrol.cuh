@@ -14,4 +14,4 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // griddepcontrol.wait: waits until the preceding grids have completed and their writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-}  // namespace ptx
+}

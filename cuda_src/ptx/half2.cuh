@@ -45,4 +45,4 @@ template <int HALF> __device__ __forceinline__ unsigned twice(unsigned pair) {
   return out;
 }
 
-}  // namespace ptx
+}

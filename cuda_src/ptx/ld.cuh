@@ -12,4 +12,4 @@ __device__ __forceinline__ void ld_global_no_allocate(unsigned (&out)[4], const 
                : "l"(source));
 }
 
-}  // namespace ptx
+}

@@ -39,4 +39,4 @@ __device__ __forceinline__ void ld_shared(unsigned (&out)[4], unsigned address) 
                : "memory");
 }
 
-}  // namespace ptx
+}

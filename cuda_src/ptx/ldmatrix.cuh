@@ -30,4 +30,4 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&out)[4], unsigned a
                : "memory");
 }
 
-}  // namespace ptx
+}

@@ -12,4 +12,4 @@ __device__ __forceinline__ unsigned lop3_and_or(unsigned a, unsigned b, unsigned
   return out;
 }
 
-}  // namespace ptx
+}

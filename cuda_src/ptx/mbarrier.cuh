@@ -65,4 +65,4 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(unsigned barrie
   return done;
 }
 
-}  // namespace ptx
+}

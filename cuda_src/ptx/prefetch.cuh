@@ -9,4 +9,4 @@ __device__ __forceinline__ void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-}  // namespace ptx
+}

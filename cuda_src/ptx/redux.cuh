@@ -11,4 +11,4 @@ __device__ __forceinline__ unsigned redux_sync_max(unsigned value) {
   return out;
 }
 
-}  // namespace ptx
+}

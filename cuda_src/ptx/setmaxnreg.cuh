@@ -14,4 +14,4 @@ template <int COUNT> __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-}  // namespace ptx
+}

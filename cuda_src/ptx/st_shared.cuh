@@ -19,4 +19,4 @@ __device__ __forceinline__ void st_shared(unsigned address, const unsigned (&wor
                : "memory");
 }
 
-}  // namespace ptx
+}

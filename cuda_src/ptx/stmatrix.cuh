@@ -12,4 +12,4 @@ __device__ __forceinline__ void stmatrix_x4_trans(unsigned shared_address, const
                : "memory");
 }
 
-}  // namespace ptx
+}

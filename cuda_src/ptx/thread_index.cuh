@@ -11,4 +11,4 @@ __device__ __forceinline__ unsigned thread_index_now() {
   return index;
 }
 
-}  // namespace ptx
+}

@@ -153,4 +153,4 @@ WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
 #undef WGMMA
 // clang-format on
 
-}  // namespace ptx
+}

@@ -51,4 +51,4 @@ WGMMA_BOTH(128, 64, 65, 66, 67, 68, 69)
 #undef WGMMA_8BIT
 // clang-format on
 
-}  // namespace ptx
+}

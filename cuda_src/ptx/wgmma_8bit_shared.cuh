@@ -34,4 +34,4 @@ WGMMA_8BIT_SHARED(wgmma_e4m3, float, "f", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 65
 #undef WGMMA_8BIT_SHARED
 // clang-format on
 
-}  // namespace ptx
+}

@@ -32,4 +32,4 @@ WGMMA_TYPES(256, 128, 129)
 #undef WGMMA
 // clang-format on
 
-}  // namespace ptx
+}
