@@ -117,7 +117,7 @@ class Config(Protocol):
 
 @dataclass(frozen=True)
 class SoleConfig:
-    """The configuration of a family that has only one, since the problem determines the launch."""
+    """The only configuration of a problem, which determines the launch; subclasses have what follows from it."""
 
     split_k = 1
 

@@ -13,7 +13,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import TYPES
 from cupy_awq.kernels.epilogue import clamp_refusal, epilogue_defines
-from cupy_awq.kernels.family import KernelProblem, TuningKey
+from cupy_awq.kernels.family import KernelProblem, SoleConfig, TuningKey
 from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
@@ -192,7 +192,7 @@ def sm90_refusal(problem: Convolution, device: Device) -> str | None:
 
 
 @dataclass(frozen=True)
-class SimtConfig:
+class SimtConfig(SoleConfig):
     """A configuration of a convolution kernel on CUDA cores, which has one thread per element of y.
 
     Attributes:
@@ -200,8 +200,6 @@ class SimtConfig:
     """
 
     threads: int = 256
-
-    split_k = 1
 
 
 def simt_estimate_us(sizes: ConvolutionSizes, device: Device) -> float:

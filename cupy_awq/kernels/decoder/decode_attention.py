@@ -22,7 +22,7 @@ from cupy_awq.kernels.decoder.common import (
     simt_constants,
 )
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import Family, KernelProblem
+from cupy_awq.kernels.family import Family, KernelProblem, SoleConfig
 from cupy_awq.kernels.tiling import next_power_of_two
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, LaunchPlan
@@ -92,7 +92,7 @@ class DecodeAttention(KernelProblem):
 
 
 @dataclass(frozen=True)
-class DecodeAttentionConfig:
+class DecodeAttentionConfig(SoleConfig):
     """A configuration of ``decode_attention_sm80`` or ``decode_attention``.
 
     Attributes:
@@ -108,8 +108,6 @@ class DecodeAttentionConfig:
     splits: int
     unsplit_keys: int = UNSPLIT_KEYS
     shared_bytes: int = 0
-
-    split_k = 1
 
 
 def _choose_splits(ctas: int, ctas_per_sm: int, device: Device) -> int:

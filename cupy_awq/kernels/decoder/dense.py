@@ -95,7 +95,7 @@ class DenseProduct(MemoryBoundProblem):
 
 
 @dataclass(frozen=True)
-class DenseConfig:
+class DenseConfig(SoleConfig):
     """A configuration of ``dense_mma``.
 
     Attributes:
@@ -107,8 +107,6 @@ class DenseConfig:
     tiles: int
     steps: int
     blocks: int
-
-    split_k = 1
 
 
 class DenseMma(Family[DenseProduct, DenseConfig]):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_awq.kernels.epilogue import clamp_refusal
-from cupy_awq.kernels.family import FunctionFamily
+from cupy_awq.kernels.family import FunctionFamily, SoleConfig
 from cupy_awq.kernels.int8.problem import STEP_K, Int8Problem, prepare_weight
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
@@ -20,7 +20,7 @@ FMA_FRACTION = 0.26
 
 
 @dataclass(frozen=True)
-class GemmInt8SimtConfig:
+class GemmInt8SimtConfig(SoleConfig):
     """A configuration of ``gemm_int8_simt``, with square CTA tiles.
 
     Attributes:
@@ -30,8 +30,6 @@ class GemmInt8SimtConfig:
 
     tile: int = 64
     threads: int = 256
-
-    split_k = 1
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import FunctionFamily, KernelProblem
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem, SoleConfig
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -51,7 +51,7 @@ class Fp8Quantization(KernelProblem):
 
 
 @dataclass(frozen=True)
-class QuantizeFp8Config:
+class QuantizeFp8Config(SoleConfig):
     """A configuration of ``quantize_fp8``, which has one CTA per row.
 
     Attributes:
@@ -59,8 +59,6 @@ class QuantizeFp8Config:
     """
 
     threads: int
-
-    split_k = 1
 
     def rounds(self, problem: Fp8Quantization) -> int:
         """Return the number of loads of ``VALUES`` elements per thread."""

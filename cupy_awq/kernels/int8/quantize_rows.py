@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import FunctionFamily, KernelProblem, constants
+from cupy_awq.kernels.family import FunctionFamily, KernelProblem, SoleConfig, constants
 from cupy_awq.kernels.int8.problem import is_dependent
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Device
@@ -60,7 +60,7 @@ class RowQuantization(KernelProblem):
 
 
 @dataclass(frozen=True)
-class QuantizeRowsConfig:
+class QuantizeRowsConfig(SoleConfig):
     """A configuration of ``quantize_rows``.
 
     Attributes:
@@ -72,8 +72,6 @@ class QuantizeRowsConfig:
     lanes: int
     rounds: int
     threads: int
-
-    split_k = 1
 
 
 def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig]:
