@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.forward import ColumnOrder, Operation, Projection
+from cupy_awq.llm.decoder.forward import ColumnOrder, HostOrder, Operation, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache, Pages
 from cupy_awq.llm.families.description import Experts
@@ -88,11 +88,7 @@ class DecoderOps(Protocol):
         ...
 
     def make_projection(
-        self,
-        parts: Sequence[Linear],
-        *,
-        gated: bool = False,
-        column_order: npt.NDArray[np.int32] | None = None,
+        self, parts: Sequence[Linear], *, gated: bool = False, column_order: HostOrder = None
     ) -> Projection:
         """Return the projection from x to the concatenated outputs of all ``parts``.
 

@@ -27,7 +27,7 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import cuda_experts, states, upload
 from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, Norm, Operation, Project, Projection
+from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, HostOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.families.description import Decoder
@@ -181,11 +181,7 @@ class CudaOps(DecoderOps):
         return cupy.asarray(np.array(ids, np.int32))
 
     def make_projection(
-        self,
-        parts: Sequence[Linear],
-        *,
-        gated: bool = False,
-        column_order: npt.NDArray[np.int32] | None = None,
+        self, parts: Sequence[Linear], *, gated: bool = False, column_order: HostOrder = None
     ) -> Projection:
         quantized = [part for part in parts if isinstance(part, Module)]
         if 1 < len(quantized) == len(parts) and len({upload.form(part) for part in quantized}) == 1:
@@ -386,9 +382,7 @@ class CudaOps(DecoderOps):
 
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
-    def _concatenated(
-        self, parts: Sequence[Module], activation: AnyActivation, order: npt.NDArray[np.int32] | None
-    ) -> AwqLinear:
+    def _concatenated(self, parts: Sequence[Module], activation: AnyActivation, order: HostOrder) -> AwqLinear:
         """Return one layer for linear layers that share x and its activation order, concatenated along N."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:

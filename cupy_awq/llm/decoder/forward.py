@@ -20,6 +20,9 @@ from cupy_awq.llm.families.description import Attention, Experts, LayerSpec, Lin
 Projection = Callable[[Array], Array]
 """A linear layer, or several concatenated ones that share x: a function from x [B, S, K] to y [B, S, N]."""
 
+HostOrder = npt.NDArray[np.int32] | None
+"""A permutation of columns in host memory, int32 [K], such as an activation order; None for no permutation."""
+
 
 class ColumnOrder(NamedTuple):
     """A permutation of columns on a device: column i of the result is column order[i] of the operand."""
@@ -85,9 +88,7 @@ class LayerWeights(Protocol):
         """Return the RMSNorm that ``spec`` describes, with its weight on the device."""
         ...
 
-    def project(
-        self, *linears: LinearSpec, gated: bool = False, column_order: npt.NDArray[np.int32] | None = None
-    ) -> Projection:
+    def project(self, *linears: LinearSpec, gated: bool = False, column_order: HostOrder = None) -> Projection:
         """Return the projection of linear layers that share x; see `DecoderOps.make_projection` for the options."""
         ...
 
@@ -95,7 +96,7 @@ class LayerWeights(Protocol):
         """Return the function from x [B, S, hidden] to the result of a mixture of experts [B, S, hidden]."""
         ...
 
-    def order(self, linear: LinearSpec) -> npt.NDArray[np.int32] | None:
+    def order(self, linear: LinearSpec) -> HostOrder:
         """Return the activation order in which a linear layer takes the columns of x, or None."""
         ...
 

@@ -19,7 +19,7 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, MlpWeights, StepLogits
 from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
-from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, Norm, Operation, Project, Projection
+from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, Operation, Project, Projection
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from cupy_awq.llm.decoder.states import Cache, LayerState, Pages, Past, Run
 from cupy_awq.llm.families.description import Decoder, Experts
@@ -78,11 +78,7 @@ class NumpyOps(DecoderOps):
         return np.array(ids, np.int64)
 
     def make_projection(
-        self,
-        parts: Sequence[Linear],
-        *,
-        gated: bool = False,
-        column_order: npt.NDArray[np.int32] | None = None,
+        self, parts: Sequence[Linear], *, gated: bool = False, column_order: HostOrder = None
     ) -> Projection:
         plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
         project = self._expanded(plain) if self._expands else self._streamed(plain)
