@@ -137,13 +137,9 @@ def candidates(problem: KernelProblem, device: Device, split_k: int | None = Non
 
 def _legal(family: AnyFamily, problem: KernelProblem, device: Device) -> Iterator[Candidate]:
     for config in family.configs(problem, device):
-        if _fits_workspace(family, config, problem):
+        partial_bytes, counters = family.workspace(config, problem)
+        if partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS:
             yield Candidate(family, config, family.estimate_us(config, problem, device))
-
-
-def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -> bool:
-    partial_bytes, counters = family.workspace(config, problem)
-    return partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS
 
 
 def choose_reduction(problem: KernelProblem, device: Device) -> Reduction:

@@ -124,7 +124,8 @@ class DecodeStream:
     def step(self, token: int) -> str:
         """Return the text that the next token adds, which may be empty."""
         if not self._decoder.is_bytewise:
-            return self._step_any(token)
+            self._ids.append(token)
+            return self._take(is_last=False)
         data = self._decoder.bytes(token)
         while self._strip and data:
             if not data.startswith(b" "):
@@ -133,12 +134,8 @@ class DecodeStream:
             data, self._strip = data[1:], self._strip - 1
         return self._text.decode(data)
 
-    def _step_any(self, token: int) -> str:
-        """Return what the token adds to the text of `CONTEXT` or more earlier tokens."""
-        self._ids.append(token)
-        return self._take(is_last=False)
-
     def _take(self, is_last: bool) -> str:
+        """Return what the newest tokens add to the text of `CONTEXT` or more earlier ones."""
         before, text = self._decoder.decode(self._ids[: self._emitted]), self._decoder.decode(self._ids)
         if len(text) <= len(before) or (text.endswith("\ufffd") and not is_last):
             return ""
