@@ -77,6 +77,7 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
         return layout_refusal(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
+        """Return every legal configuration."""
         found = []
         for warp_m, warps_m, warps_n in self._tiles(problem):
             for split_k in SPLITS:

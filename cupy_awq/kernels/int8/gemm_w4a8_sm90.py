@@ -168,6 +168,7 @@ def refusal(problem: Int8Problem, device: Device) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
+    """Return every legal configuration."""
     all_k_tiles = ceil_div(problem.k, BLOCK_K)
     has_offset_tiles = problem.fp8 and problem.m >= OFFSET_TILES_MIN_M
     found: list[GemmW4A8Config] = []
