@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cupy_awq.checkpoint import replacement
-from cupy_awq.checkpoint.files import CheckpointError, read_object
+from cupy_awq.checkpoint.files import MAX_SETTINGS_NAMES, CheckpointError, read_object
 
 FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 """The names of separate files that contain only the entry, in order of precedence."""
@@ -45,7 +45,7 @@ def read(folder: Path) -> Entry | None:
     Raises CheckpointError if the entry is malformed.
     """
     if (file := replacement.find(folder, "config.json")).is_file():
-        table = read_object(file)
+        table = read_object(file, MAX_SETTINGS_NAMES)
         text = table.get("text_config")
         mlx = table.get(MLX)
         if isinstance(mlx, dict) and "bits" in mlx:
@@ -56,7 +56,7 @@ def read(folder: Path) -> Entry | None:
                     return _make_entry(file, key, parent[key])
     for name in FILES:
         if (file := folder / name).is_file():
-            return _make_entry(file, "", read_object(file))
+            return _make_entry(file, "", read_object(file, MAX_SETTINGS_NAMES))
     return None
 
 

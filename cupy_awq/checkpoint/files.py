@@ -32,6 +32,12 @@ A parsed value takes about 80 bytes, so the limit bounds the memory to about 340
 MAX_JSON_NAMES = 1 << 21
 """The largest accepted number of object keys in a JSON text. A parsed key takes about 200 bytes."""
 
+MAX_SETTINGS_NAMES = 1 << 18
+"""The largest accepted number of object keys in a configuration, which is parsed in less than a second.
+
+A tokenizer's settings with 16,384 added tokens have 115,000. Twice as many values are accepted.
+"""
+
 MAX_MODULES = 1 << 17
 """The largest accepted number of modules and tensors in a checkpoint, counting each expert.
 
@@ -156,8 +162,9 @@ def check_file_name(name: object, where: str) -> str:
     return name
 
 
-def check_json(text: bytes, where: str) -> None:
-    """Raise CheckpointError if a JSON text exceeds `MAX_JSON_VALUES`, `MAX_JSON_NAMES` or `MAX_JSON_DEPTH`."""
+def check_json(text: bytes, where: str, max_names: int = MAX_JSON_NAMES) -> None:
+    """Raise CheckpointError if a JSON text has more than ``max_names`` keys or twice as many values, or is too deep."""
+    max_values = MAX_JSON_VALUES // MAX_JSON_NAMES * max_names
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in text else text
     depth, values, names, in_string = 0, 1, 0, 0
     for start in range(0, len(plain), _SCAN_BYTES):
@@ -175,10 +182,10 @@ def check_json(text: bytes, where: str) -> None:
                     f"{where}: expected JSON nested at most {MAX_JSON_DEPTH} deep, got deeper nesting"
                 )
             depth = int(depths[-1])
-        if values > MAX_JSON_VALUES:
-            raise CheckpointError(f"{where}: expected JSON of at most {MAX_JSON_VALUES} values, got more")
-        if names > MAX_JSON_NAMES:
-            raise CheckpointError(f"{where}: expected JSON of at most {MAX_JSON_NAMES} names, got more")
+        if values > max_values:
+            raise CheckpointError(f"{where}: expected JSON of at most {max_values} values, got more")
+        if names > max_names:
+            raise CheckpointError(f"{where}: expected JSON of at most {max_names} names, got more")
 
 
 def _byte_table(values: dict[str, int]) -> npt.NDArray[np.int8]:
@@ -211,14 +218,14 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def parse_object(text: bytes, where: str) -> dict[str, Any]:
+def parse_object(text: bytes, where: str, max_names: int = MAX_JSON_NAMES) -> dict[str, Any]:
     """Parse ``text`` as a JSON object.
 
     Raises CheckpointError, whose message starts with ``where``, if the text is malformed, is not an object, has
     duplicate keys or exceeds the limits of `check_json`.
     """
     check_downloaded(text, where)
-    check_json(text, where)
+    check_json(text, where, max_names)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -238,12 +245,12 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file.
+def read_object(path: Path, max_names: int = MAX_JSON_NAMES) -> dict[str, Any]:
+    """Read the JSON object in a file, which has at most ``max_names`` keys.
 
     Raises the same errors as `parse_object`, CheckpointError for more than `MAX_JSON_BYTES` bytes, and OSError.
     """
-    return parse_object(read_small_file(path), str(path))
+    return parse_object(read_small_file(path), str(path), max_names)
 
 
 def read_small_file(path: Path) -> bytes:

@@ -27,8 +27,8 @@ from cupy_awq.sandbox.program import MEMORY_EXIT
 MEMORY_BYTES = 160 << 20
 """The address space of a worker in bytes beyond what Python takes; `MEMORY_PER_BYTE` times the request is added."""
 
-MEMORY_PER_BYTE = 16
-"""The address space in bytes per byte of a request: a text is decoded, processed and encoded."""
+MEMORY_PER_BYTE = 128
+"""The address space in bytes per byte of a request: a token of a few characters takes 200 bytes and more."""
 
 MEMORY_LIMIT = 400 << 20
 """The largest address space in bytes of a call, however long its request."""

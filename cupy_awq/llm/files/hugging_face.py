@@ -11,7 +11,7 @@ from typing import Any
 
 from cupy_awq import checkpoint
 from cupy_awq.checkpoint import CheckpointError, Contents, replacement
-from cupy_awq.checkpoint.files import check_downloaded, read_object
+from cupy_awq.checkpoint.files import MAX_SETTINGS_NAMES, check_downloaded, read_object
 from cupy_awq.llm import families
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.families.table import Table
@@ -38,7 +38,7 @@ def read(path: Path) -> ModelFiles:
     file = replacement.find(path, "config.json")
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a config.json, got none")
-    table = _select_text(read_object(file))
+    table = _select_text(read_object(file, MAX_SETTINGS_NAMES))
     contents = checkpoint.read(path)
     decoder = describe(table, str(file))
     names = _name_tensors(list(contents), decoder)
@@ -150,7 +150,8 @@ def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
             if value is not None and type(value) is not int:
                 raise CheckpointError(f"{file}: eos_token_id: expected an integer or a list of them, got {value!r:.80}")
             ids += [value] if value is not None and value >= 0 else []
-    named = _find_token(path, _read_special(path)[0].get("eos_token"))
+    _, special, added = _read_special(path)
+    named = _find_token(path, special.get("eos_token"), added)
     return tuple(dict.fromkeys(ids if named is None else [*ids, named]))
 
 
@@ -159,7 +160,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a tokenizer.json, got none")
-    settings = _read_optional(path / "tokenizer_config.json")
+    settings, special, added = _read_special(path)
     template, where = settings.get("chat_template"), path / "tokenizer_config.json"
     if (path / "chat_template.jinja").is_file():
         where = path / "chat_template.jinja"
@@ -169,17 +170,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
         template = next((entry.get("template") for entry in entries), None)
     if not isinstance(template, str | None):
         raise CheckpointError(f"{where}: chat_template: expected text, got {type(template).__name__}")
-    special, added = _read_special(path)
     return Tokenizer.from_file(file, template, special, added=added, template_where=str(where))
 
 
 def _read_optional(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if there is no such file."""
-    return read_object(file) if file.is_file() else {}
+    return read_object(file, MAX_SETTINGS_NAMES) if file.is_file() else {}
 
 
-def _read_special(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the special tokens as a template's variables, and the tokens to add to the tokenizer, as in `build`.
+def _read_special(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """Return tokenizer_config.json, the special tokens as a template's variables, and the tokens to add as in `build`.
 
     As in transformers, ``added_tokens_decoder`` of tokenizer_config.json has the added tokens; without it,
     added_tokens.json has them, and special_tokens_map.json precedes tokenizer_config.json.
@@ -210,7 +210,7 @@ def _read_special(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     added = sorted((_read_added(i, entry, file) for i, entry in entries), key=lambda token: int(token["id"]))
     known = {token["content"] for token in added}
     added += [{"id": None, "content": t, "special": True, "normalized": False} for t in texts if t not in known]
-    return special, added
+    return settings, special, added
 
 
 def _read_added(i: Any, entry: Any, file: Path) -> dict[str, Any]:
@@ -225,11 +225,11 @@ def _read_added(i: Any, entry: Any, file: Path) -> dict[str, Any]:
     return {"id": number, "content": text, "special": is_special, "normalized": normalized, **flags}
 
 
-def _find_token(path: Path, text: str | None) -> int | None:
+def _find_token(path: Path, text: str | None, added_tokens: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the id of a token by its text, or None if the tokenizer's files do not have it."""
     if text is None:
         return None
-    for token in _read_special(path)[1]:
+    for token in added_tokens:
         if token["content"] == text and token["id"] is not None:
             found: int = token["id"]
             return found

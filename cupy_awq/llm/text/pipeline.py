@@ -91,7 +91,7 @@ KNOWN_PATTERNS = frozenset(
 """The regular expressions whose matching takes time proportional to the text."""
 
 KNOWN_KINDS = frozenset(
-    "Sequence NFC NFD NFKC NFKD Lowercase Prepend Replace ByteLevel Split Digits Metaspace Whitespace WhitespaceSplit"
+    "Sequence NFC NFD Lowercase Prepend Replace ByteLevel Split Digits Metaspace Whitespace WhitespaceSplit"
     " TemplateProcessing ByteFallback Fuse Strip WordPiece BPEDecoder BertPreTokenizer BertProcessing RobertaProcessing"
     " Punctuation".split()
 )
