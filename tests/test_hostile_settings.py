@@ -35,7 +35,7 @@ def write_settings(folder: Path, name: str, text: str) -> Attack:
 
 
 def make_chat_of_many_pieces(folder: Path) -> Attack:
-    """The special token "e" cuts a conversation into pieces, each of which takes the expression half a second."""
+    """Cut a conversation by the special token "e" into pieces, each of which takes the expression half a second."""
     template = "{% for i in range(60) %}{{ messages[0].content }}" + "a" * 22 + "!{% endfor %}"
     file = write_tokenizer(folder, {"pre_tokenizer": split("(a+)+$"), "added_tokens": special_tokens(["e"])})
     return lambda: Tokenizer.from_file(file, template, {}).encode_chat(CHAT)

@@ -277,6 +277,8 @@ HUB_NAMES = {
     "unsloth/Qwen3-8B-GGUF": "hf download unsloth/Qwen3-8B-GGUF ",
     "https://huggingface.co/Qwen/Qwen2.5-0.5B": "hf download Qwen/Qwen2.5-0.5B ",
     "hf.co/a_b/c-d.e/": "hf download a_b/c-d.e ",
+    "hf.co/unsloth/Qwen3-8B-GGUF:Q4_K_M": "hf download unsloth/Qwen3-8B-GGUF ",
+    "https://huggingface.co/Qwen/Qwen3-8B/tree/main": "hf download Qwen/Qwen3-8B ",
 }
 
 

@@ -415,6 +415,11 @@ def test_readme_opens_with_the_two_commands() -> None:
     assert lines[2] == shlex.split('pip install -e ".[test]" && python -m pytest')
 
 
+def test_dir_lists_the_public_names_alone() -> None:
+    names = {name for name in dir(cupy_awq) if not name.startswith("__")}
+    assert names == {*cupy_awq.__all__, "checkpoint", "llm", "packing", "reference"}
+
+
 def test_readme_explains_every_public_name() -> None:
     _, _, index = read(ROOT / "README.md").partition("## API")
     assert not [name for name in cupy_awq.__all__ if f"`{name}`" not in index]

@@ -60,8 +60,14 @@ _SCAN_BYTES = 1 << 24
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of a Git LFS pointer: a text of three lines in the place of a large file that was not downloaded."""
 
-HUB_NAME = re.compile(r"(?:https?:/{1,2}huggingface\.co/|hf\.co/|hf:/{1,2})?([\w-][\w.-]*/[\w-][\w.-]*)/?")
-"""The regular expression for the name or address of a model on the Hugging Face Hub; its group is owner/name."""
+HUB_NAME = re.compile(
+    r"(?:https?:/{1,2}huggingface\.co/|hf\.co/|hf:/{1,2})?([\w-][\w.-]*/[\w-][\w.-]*)"
+    r"(?:[:@][\w.-]+|/(?:tree|blob|resolve)/.*)?/?"
+)
+"""The regular expression for the name or address of a model on the Hugging Face Hub; its group is owner/name.
+
+A tag such as ":Q4_K_M" and the address of a revision are ignored.
+"""
 
 
 class CheckpointError(ValueError):
