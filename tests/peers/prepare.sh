@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Download the peers' published wheels and reduce them to what compare.py loads, about 25 MB.
 #   bash tests/peers/prepare.sh DEST      DEST: a folder that git ignores, such as .peers; 3 minutes, 3 GB of scratch
+#   bash tests/peers/prepare.sh DEST moe  also Marlin for experts, which moe.py loads
 # Then, on a GPU:   python tests/peers/compare.py --libraries DEST
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -18,4 +19,11 @@ unzip -qo fbgemm_gpu_genai-*.whl '*.so'
 so=$(grep -l bf16i4bf16_shuffled $(find fbgemm_gpu -name '*.so') | head -n 1)
 python3 "$here/prune_fatbin.py" "$so" fbgemm_genai.so none
 for f in vllm_C.so fbgemm_genai.so; do xz -T2 -3 -c "$f" >"$dest/$f.xz"; done
+if [ "${2:-}" = moe ]; then
+  rm vllm-*.whl
+  wheel vllm==0.33.0               # the stable ABI, so that it loads with torch 2.11
+  unzip -qo vllm-*.whl 'vllm/_moe_C_stable_libtorch.abi3.so'
+  python3 "$here/prune_fatbin.py" vllm/_moe_C_stable_libtorch.abi3.so vllm_moe_C.so ptx
+  xz -T2 -3 -c vllm_moe_C.so >"$dest/vllm_moe_C.so.xz"
+fi
 ls -l "$dest"
