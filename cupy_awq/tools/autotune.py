@@ -26,7 +26,8 @@ from cupy_awq.runtime import device as devices
 from cupy_awq.runtime import placement
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools import table, timing
-from cupy_awq.tools.operations import OPERATIONS, Operation, Settings, Shape
+from cupy_awq.tools.expert_operations import ALL_OPERATIONS as OPERATIONS
+from cupy_awq.tools.operations import Operation, Settings, Shape
 
 FINAL_ROUNDS = 3
 """The number of additional rounds in which the two fastest configurations are timed."""

@@ -18,7 +18,8 @@ from cupy_awq.kernels import select
 from cupy_awq.runtime import device as devices
 from cupy_awq.runtime import placement
 from cupy_awq.tools import table, timing
-from cupy_awq.tools.operations import OPERATIONS, Settings, Shape
+from cupy_awq.tools.expert_operations import ALL_OPERATIONS as OPERATIONS
+from cupy_awq.tools.operations import Settings, Shape
 
 SIDE = 8192
 """M, N and K of the GEMM that measures the fp16 throughput."""

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
 
 DTYPES = ("float16", "bfloat16", "float32")
-OPS = ("gemm", "gemm_int8", "conv2d")
-OPERATION_OPTIONS = ("op", "dtype", "group_size", "image", "window")
+OPS = ("gemm", "gemm_int8", "conv2d", "gemm_grouped", "moe")
+OPERATION_OPTIONS = ("op", "dtype", "group_size", "image", "window", "experts", "top_k")
 """The options of an operation on random weights, which do not apply to a --model."""
 
 
@@ -32,10 +32,13 @@ def add_operation(parser: argparse.ArgumentParser, nargs: str, ms: str) -> None:
     parser.add_argument(
         "--op",
         choices=OPS,
-        help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images",
+        help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images;"
+        " gemm_grouped: M rows sorted by expert; moe: KxN is hidden size x width of an expert, M is the tokens",
     )
     parser.add_argument("--image", metavar="S", type=int, help="conv2d: S x S pixels (default: 56)")
     parser.add_argument("--window", metavar="S", type=int, help="conv2d: S x S filter (default: 3)")
+    parser.add_argument("--experts", metavar="E", type=parse_count, help="gemm_grouped, moe: experts (default: 8)")
+    parser.add_argument("--top-k", metavar="K", type=parse_count, help="moe: experts per token (default: 2)")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +70,8 @@ def parse_count(text: str) -> int:
 def check_operation(args: argparse.Namespace, command: str) -> str:
     """Return the operation that ``--op`` selects; raise ValueError if an option of another operation is given."""
     op: str = args.op or "gemm"
-    others = ("group_size", "dtype") if op == "conv2d" else ("image", "window")
+    others = ["group_size", "dtype"] if op == "conv2d" else ["image", "window"]
+    others += [] if op == "moe" else ["top_k"] if op == "gemm_grouped" else ["experts", "top_k"]
     only_gemm = () if op == "gemm" else ("kernel", "plan", "batch_invariant", "layer", "order")
     refuse(args, f"{command}: --op {op}", *others, *only_gemm)
     return op
@@ -85,5 +89,5 @@ def make_settings(args: argparse.Namespace, device: int, **options: Any) -> Sett
     """Return the settings of an operation from the arguments; an ``option`` that is None has its default."""
     from cupy_awq.tools.operations import Settings
 
-    options |= {name: getattr(args, name) for name in ("group_size", "image", "window")}
+    options |= {name: getattr(args, name) for name in ("group_size", "image", "window", "experts", "top_k")}
     return Settings(device, **{name: value for name, value in options.items() if value is not None})

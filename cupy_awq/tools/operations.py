@@ -66,6 +66,8 @@ class Settings:
         planned: whether to time calls of a `Plan`.
         image: the height and width of the images of a convolution, in pixels.
         window: the height and width of the filter of a convolution.
+        experts: the number of experts of a grouped product.
+        top_k: the number of experts per token.
         cached: whether calls cache their launches, as users' calls do. Must be False if different kernels are forced in
             turn.
     """
@@ -78,6 +80,8 @@ class Settings:
     planned: bool = False
     image: int = 56
     window: int = 3
+    experts: int = 8
+    top_k: int = 2
     cached: bool = True
 
 

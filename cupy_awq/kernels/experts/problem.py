@@ -10,10 +10,10 @@ from typing import Literal
 
 from cupy_awq.activation import enumerator
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import KernelProblem
+from cupy_awq.kernels.family import KernelProblem, TuningKey
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
-from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.tiling import ceil_div, next_tuned_m
 
 Rows = Literal["sorted", "pairs", "tokens"]
 MAX_TOKEN_SLOTS = 32
@@ -130,6 +130,12 @@ class ExpertProduct(KernelProblem):
             for layout in (FRAGMENTS, AWQ):
                 yield replace(gate_up, rows="sorted", block=16, layout=layout)
                 yield replace(down, rows="sorted", block=16, layout=layout)
+
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The tuning key: form of the rows, experts, K and N, and the number of pairs rounded up by `next_tuned_m`."""
+        name = f"experts {self.rows} {self.experts} {self.k}x{self.n}{' gated' if self.gated else ''}"
+        return TuningKey((name,), self.pairs, next_tuned_m(self.pairs))
 
     @property
     def routed_rows(self) -> int:
