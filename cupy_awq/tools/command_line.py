@@ -356,8 +356,6 @@ def _tune(args: argparse.Namespace) -> int:
     if args.model is not None:
         return _tune_model(args, device)
     op = check_operation(args, "tune")
-    if op == "moe":
-        raise ValueError("tune: expected --op gemm_grouped for the products of experts, got moe")
     ms = args.m or [1 << i for i in range(6 if op == "conv2d" else 13)]
     settings = make_settings(args, device, cached=False)
     tries, rows, path = args.tries or 12, [], None
@@ -429,17 +427,12 @@ def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, i
     """Print the explanation of (M, K, N) for an operation other than gemm, assuming contiguous arrays."""
     from cupy_awq.kernels import select
     from cupy_awq.runtime import device
-    from cupy_awq.tools import expert_operations
-    from cupy_awq.tools.operations import typical_problem
+    from cupy_awq.tools.expert_operations import typical_problems
 
     settings = make_settings(args, HOST, dtype=args.dtype)
     gpu = device.find(args.arch, args.device)
-    problems: list[tuple[Any, Device]] = []
-    for m, *shape in cases:
-        arguments = op, (shape[0], shape[1]), m, settings
-        is_grouped = op in expert_operations.OPERATIONS
-        found = expert_operations.typical_problems(*arguments, gpu) if is_grouped else [typical_problem(*arguments)]
-        problems += [(problem, gpu) for problem in found]
+    found = (typical_problems(op, (k, n), m, settings, gpu) for m, k, n in cases)
+    problems = [(problem, gpu) for some in found for problem in some]
     return _print_explained(args, problems, [select.explain(*problem) for problem in problems])
 
 

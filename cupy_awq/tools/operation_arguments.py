@@ -70,6 +70,8 @@ def parse_count(text: str) -> int:
 def check_operation(args: argparse.Namespace, command: str) -> str:
     """Return the operation that ``--op`` selects; raise ValueError if an option of another operation is given."""
     op: str = args.op or "gemm"
+    if (command, op) == ("tune", "moe"):
+        raise ValueError("tune: expected --op gemm_grouped for the products of experts, got moe")
     others = ["group_size", "dtype"] if op == "conv2d" else ["image", "window"]
     others += [] if op == "moe" else ["top_k"] if op == "gemm_grouped" else ["experts", "top_k"]
     only_gemm = () if op == "gemm" else ("kernel", "plan", "batch_invariant", "layer", "order")
