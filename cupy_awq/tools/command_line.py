@@ -431,8 +431,7 @@ def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, i
 
     settings = make_settings(args, HOST, dtype=args.dtype)
     gpu = device.find(args.arch, args.device)
-    found = (typical_problems(op, (k, n), m, settings, gpu) for m, k, n in cases)
-    problems = [(problem, gpu) for some in found for problem in some]
+    problems = [(problem, gpu) for m, k, n in cases for problem in typical_problems(op, (k, n), m, settings, gpu)]
     return _print_explained(args, problems, [select.explain(*problem) for problem in problems])
 
 
