@@ -250,6 +250,17 @@ def test_layers_for_multi_token_prediction_are_announced_by_the_configuration(
         all_logits(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "theta", "eps"), [("mixtral", 1e6, 1e-5), ("glm4_moe", 1e4, 1e-5), ("qwen3_moe", 1e4, 1e-6)]
+)
+def test_values_that_a_configuration_leaves_out_are_those_of_transformers(
+    family: str, theta: float, eps: float
+) -> None:
+    table = {name: a for name, a in ALL_FAMILIES[family].items() if name not in ("rope_theta", "rms_norm_eps")}
+    decoder = families.describe(Table(table))
+    assert (decoder.layers[0].mixer.rope.theta, decoder.norm.eps) == (theta, eps)
+
+
 def scaled(**fields: Any) -> Callable[[Path], Decoder]:
     """Return a function that writes a GGUF file with fields of ``llama.rope`` and describes its decoder."""
 

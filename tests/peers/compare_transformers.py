@@ -97,7 +97,27 @@ def draw_config(rng: random.Random) -> dict[str, Any]:
     for name, values in optional.items():
         if rng.random() < (0.15 if name in rare or name in ("partial_rotary_factor", "hidden_act") else 0.5):
             table[name] = rng.choice(values)
-    return table
+    return table | draw_experts(rng)
+
+
+def draw_experts(rng: random.Random) -> dict[str, Any]:
+    """Return entries of a config.json for experts under the names of every family; other models ignore them."""
+    count = rng.choice([4, 6, 8])
+    return {
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count),
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "shared_expert_intermediate_size": rng.choice([16, 40]),
+        "n_shared_experts": rng.choice([1, 2]),
+        "first_k_dense_replace": rng.choice([0, 1]),
+        "mlp_only_layers": rng.choice([[], [0]]),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": rng.choice([True, False]),
+        "n_group": rng.choice([1, 2]),
+        "topk_group": 1,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "use_qk_norm": rng.choice([True, False]),
+    }
 
 
 def write_model(table: dict[str, Any], folder: Path, seed: int) -> None:
@@ -109,6 +129,9 @@ def write_model(table: dict[str, Any], folder: Path, seed: int) -> None:
         for name, parameter in model.named_parameters():
             offset = 1.0 if "norm" in name else 0.0
             parameter.copy_(offset + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.25))
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**table, "architectures": [type(model).__name__]}))
 

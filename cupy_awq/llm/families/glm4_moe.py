@@ -37,6 +37,7 @@ GGUF_DEFAULTS: Mapping[str, Any] = {
 
 def describe(table: Table) -> Decoder:
     """Return the description of a GLM-4.5 model. Raises ValueError for an unsupported configuration."""
+    table = table.with_defaults(rms_norm_eps=1e-5)
     width, groups = table.integer("moe_intermediate_size"), table.integer("n_group", 1)
     router = Router(
         table.linear("mlp.gate", table.integer("hidden_size"), table.integer("n_routed_experts")),

@@ -24,6 +24,7 @@ GGUF_DEFAULTS = llama.GGUF_DEFAULTS
 def describe(table: Table) -> Decoder:
     """Return the description of a Mixtral model. Raises ValueError for an unsupported configuration."""
     table.require(sliding_window=None)
+    table = table.with_defaults(rope_theta=1e6, rms_norm_eps=1e-5)
     count, width = table.integer("num_local_experts"), table.integer("intermediate_size")
     linear = table.linear("block_sparse_moe.gate", table.integer("hidden_size"), count)
     expert = llama.gated_mlp(table, "block_sparse_moe.experts.{}", width, ("w1", "w3", "w2"))

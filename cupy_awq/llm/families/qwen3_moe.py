@@ -34,7 +34,6 @@ def describe(table: Table) -> Decoder:
         o_bias=bias,
         head_norms=True,
         kv_heads=4,
-        head_dim=128,
         feed_forward=lambda index: experts if is_sparse(table, index) else dense(table),
     )
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupy_awq.llm.families.description import LinearSpec
@@ -27,6 +27,10 @@ class Table:
     values: Mapping[str, Any]
     divisors: tuple[float, ...] = ()
     biases_as_stored: bool = False
+
+    def with_defaults(self, **defaults: Any) -> Table:
+        """Return the configuration with values for names that it does not have."""
+        return replace(self, values={**defaults, **self.values})
 
     def linear(self, name: str, k: int, n: int, bias: bool = False) -> LinearSpec:
         """Return the description of a linear layer; ``bias`` says whether it has a bias in transformers."""
