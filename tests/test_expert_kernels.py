@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq import PackedExperts
+from cupy_awq import MoeLayer, PackedExperts
 from cupy_awq.expert_check import EXPERT_ACTIVATIONS
 from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
 from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
@@ -294,7 +294,8 @@ def test_registers_do_not_spill(arch: int, dtype: str, group_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 2, 9, 70, 300])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_moe_on_the_gpu(m: int, dtype: str) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_moe_on_the_gpu(m: int, dtype: str, planned: bool) -> None:
     """A captured CUDA graph gives the right layer also after the routing in its inputs has changed, with equal bits."""
     import cupy
 
@@ -307,14 +308,19 @@ def test_moe_on_the_gpu(m: int, dtype: str) -> None:
     ]
     device_x, ids, scale = cupy.asarray(x), cupy.asarray(routings[0][0]), cupy.asarray(routings[0][1])
     out = cupy.full((m, 512), np.nan, device_x.dtype)
-    cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+    plan = MoeLayer(*on_gpu).plan(device_x, ids, scale, out=out)
+
+    def run() -> None:
+        plan() if planned else cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+
+    run()
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
     with stream:
-        cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+        run()
         stream.synchronize()
         stream.begin_capture()
-        cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+        run()
         graph = stream.end_capture()
         for host_ids, host_scale in routings:
             found = []

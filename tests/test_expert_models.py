@@ -14,15 +14,21 @@ import pytest
 
 from cupy_awq import MoeLayer, PackedExperts, llm
 from cupy_awq.check import BFLOAT16, FLOAT16, HOST
+from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import select
+from cupy_awq.llm.decoder import cuda_experts
 from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.families.description import LinearSpec
+from cupy_awq.llm.files.model_files import DenseLinear
 from cupy_awq.ops import experts, moe_layer, packed_experts
 from cupy_awq.runtime import arrays, device
+from cupy_awq.tools.testing import random_weight
 from tests import llm_models, simt
 from tests.backends import runner
 from tests.experts import error_of, float64_layer, random_experts, repack_experts, run_steps
 from tests.golden_models import FILE, IDS, write_quantized
-from tests.test_llm_device import SimulatedOps, simulated, simulated_logits
+from tests.test_llm_device import PROMPTS, SimulatedOps, simulated, simulated_logits, teacher_forced
 
 __all__ = ["simulated"]
 NOWHERE = -7
@@ -126,3 +132,51 @@ def test_a_plan_fills_the_same_array_for_new_contents(
         out[:] = np.nan
         assert plan() is out
         assert m == 0 or error_of(out, float64_layer(x, ids, scale, *weights, "swiglu", shared)) < 2e-3
+
+
+@pytest.mark.parametrize("change", ["groups", "dense", "order"])
+def test_experts_that_kernels_do_not_take_are_named(simulated: None, change: str) -> None:
+    rng = np.random.default_rng(0)
+    modules = [Module(random_weight(rng, 64, 16, 32), None) for _ in range(3)]
+    others = {
+        "groups": (
+            Module(random_weight(rng, 64, 16, 16), None),
+            r"group_size=32, .* as the first expert has, got .*=16",
+        ),
+        "dense": (DenseLinear(np.zeros((16, 64), np.float32), None), "expected 4-bit codes .* got a weight of float32"),
+        "order": (modules[0]._replace(order=np.arange(64, dtype=np.int32)), "got an activation order"),
+    }
+    part, message = others[change]
+    specs = [LinearSpec(f"mlp.experts.{i}.up_proj", 64, 16) for i in range(3)]
+    pairs = [[(spec, module)] for spec, module in zip(specs, [*modules[:2], part], strict=True)]
+    with pytest.raises(ValueError, match=rf"^mlp\.experts\.2\.up_proj: .*{message}"):
+        cuda_experts.stack_experts(pairs)
+
+
+def test_a_batch_invariant_model_with_experts_is_refused_on_a_gpu(tmp_path: Path, simulated: None) -> None:
+    files = llm.read(write_quantized(tmp_path, llm_models.EXPERT_FAMILIES["mixtral"]))
+    message = r"model\.layers\.0: batch_invariant: expected False for a mixture of experts on a GPU"
+    with pytest.raises(ValueError, match=message):
+        build_model(files, SimulatedOps(files.config, 0, FLOAT16, batch_invariant=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", llm_models.EXPERT_FAMILIES)
+def test_a_model_on_the_gpu_matches_the_cpu(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of prompts and steps; texts of a CUDA graph whose routing changes, and of eager steps."""
+    path = llm_models.folder(tmp_path, llm_models.EXPERT_FAMILIES[family])
+    host, gpu = llm.load(path, device="cpu"), llm.load(path)
+    ids = np.random.default_rng(0).integers(0, llm_models.VOCAB, 60).tolist()
+    for prompt in (1, 40):
+        wanted, found = (teacher_forced(model, ids, prompt) for model in (host, gpu))
+        assert np.median(np.abs(wanted - found).max(axis=1)) <= 0.01 * np.abs(wanted).max()
+    graph = gpu.generate(PROMPTS, max_tokens=30)
+    assert gpu.generate(PROMPTS, max_tokens=30) == graph
+    original = CudaDecodeLoop.step
+
+    def step(self: CudaDecodeLoop) -> list[int]:
+        self._steps = 0  # steps are captured from the second on
+        return original(self)
+
+    monkeypatch.setattr(CudaDecodeLoop, "step", step)
+    assert gpu.generate(PROMPTS, max_tokens=30) == graph
