@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -81,3 +82,13 @@ class Running:
             assert time.monotonic() < end, stats
             time.sleep(1e-3)
         assert stats.free_blocks == stats.blocks
+
+
+def leave(server: Running, body: dict[str, Any], seconds: float, path: str = "/v1/completions") -> None:
+    """Send a request and reset the connection after a time."""
+    data = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
+    with server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        time.sleep(seconds)

@@ -137,6 +137,26 @@ def test_drafts_that_are_always_right_save_steps_and_change_nothing() -> None:
     assert len(fast_runner.steps) == 1 + -(-63 // 8)
 
 
+def test_drafts_pause_while_few_are_correct_and_above_eight_rows() -> None:
+    """A text whose drafts are all wrong has 12 steps with drafts, then four after each 64 tokens."""
+    for wrong, least, most in ((1, 16, 60), (0, 290, 300)):
+
+        def draft(tokens: Any, room: int, wrong: int = wrong) -> list[int]:
+            return [next_token(tokens, 0) ^ wrong]
+
+        engine, runner = make_engine(draft=draft)
+        with engine:
+            check_request(engine.submit(Request((1, 2, 3), max_tokens=600, ignore_stop_tokens=True)))
+        drafted = [step for step in runner.steps if any(part.drafts for part in step.parts)]
+        assert least <= len(drafted) <= most
+    planner = make_scheduler(draft=lambda tokens, room: [1] * room)
+    steps, _ = simulate(planner, [(0.0, sequence(5, 40, seed=i)) for i in range(9)], 1000, 0.01)
+    assert not any(part.drafts for _, _, step in steps if len(step.parts) > 8 for part in step.parts)
+
+
+# Requests that end early
+
+
 def test_cancellation_works_at_every_stage_and_twice() -> None:
     engine, runner = make_engine(max_rows=1)
     gate = threading.Semaphore(0)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from cupy_awq.llm import Engine, LanguageModel, load
+from cupy_awq.serve.protocol import ChatBody
 from cupy_awq.serve.reasoning import ReasoningSplitter
 from tests import llm_models
 from tests.serving import Running
@@ -263,6 +264,16 @@ def test_unknown_fields_models_and_paths(server: Running) -> None:
     ):
         assert server.request(method, path)[0] == status
     assert json.loads(server.request("GET", "/v1/models")[2])["data"][0]["id"] == "tiny"
+    assert server.request("DELETE", CHAT)[1]["allow"] == "POST"
+
+
+def test_the_description_has_all_endpoints_and_fields(server: Running) -> None:
+    described = json.loads(server.request("GET", "/openapi.json")[2])
+    routes = {route.path for route in server.listener.config.app.routes}  # type: ignore[union-attr]
+    assert set(described["paths"]) == routes - {"/v1/models/{name:path}"}
+    schemas = described["components"]["schemas"]
+    assert set(schemas["ChatBody"]["properties"]) == set(ChatBody.__struct_fields__)
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(described))) <= set(schemas)
 
 
 def test_keys_are_required_and_compared_as_a_whole(model: LanguageModel) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -17,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq.llm import Engine, LanguageModel, Request, load
+from cupy_awq.llm import Engine, LanguageModel, load
 from cupy_awq.llm.engine.draft import draft_ngram
 from cupy_awq.serve import http as transport
 from cupy_awq.serve.constraint import MAX_CACHED, Grammars
 from tests import llm_models
-from tests.fake_engine import make_engine
-from tests.serving import Running
+from tests.serving import Running, leave
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 SECONDS = 10.0
@@ -374,16 +372,6 @@ def test_a_reader_that_stops_is_given_up(server: Running, monkeypatch: pytest.Mo
         server.wait_until_idle(20)
 
 
-def leave(server: Running, body: dict[str, Any], seconds: float, path: str = COMPLETE) -> None:
-    """Send a request and reset the connection after a time."""
-    data = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
-    with server.connect() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        time.sleep(seconds)
-
-
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
 def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Running, count: int) -> None:
     generator = random.Random(0)
@@ -397,49 +385,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Running, c
         leave(server, body, generator.random() * 0.02)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_generation_ends_when_the_client_leaves(stream: bool) -> None:
-    engine, runner = make_engine()
-    runner.before_step = lambda step: time.sleep(2e-3)
-    with Running(engine) as server:
-        leave(server, {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": stream}, 0.1)
-        server.wait_until_idle()
-        assert 0 < engine.stats().completion_tokens < 900
-
-
-def test_a_key_that_floods_the_queue_gets_429_and_others_are_served() -> None:
-    engine, runner = make_engine(max_rows=4)
-    runner.before_step = lambda step: time.sleep(2e-3)
-    with Running(engine, keys=("a", "b")) as server:
-        body = {"model": "tiny", "prompt": "x" * 50, "max_tokens": 100, "ignore_eos": True}
-        statuses: list[int] = []
-
-        def flood() -> None:
-            statuses.append(server.post(COMPLETE, body, {"Authorization": "Bearer a"})[0])
-
-        threads = [threading.Thread(target=flood) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.2)
-        began, status = time.monotonic(), 429
-        while status == 429:
-            status, _ = server.post(COMPLETE, {**body, "max_tokens": 5}, {"Authorization": "Bearer b"})
-        assert status == 200
-        assert time.monotonic() - began < 10
-        for thread in threads:
-            thread.join()
-        assert set(statuses) == {200, 429}
-
-
-def test_a_request_that_waits_too_long_gets_503() -> None:
-    engine, runner = make_engine(max_rows=1)
-    runner.before_step = lambda step: time.sleep(5e-3)
-    with Running(engine, queue_seconds=0.1) as server:
-        long = engine.submit(Request((1,), max_tokens=400, ignore_stop_tokens=True))
-        for stream in (False, True):
-            status, headers, _ = server.request("POST", COMPLETE, {"model": "tiny", "prompt": "x", "stream": stream})
-            assert (status, headers["retry-after"]) == (503, "1")
-        long.cancel()
+# Faults
 
 
 def test_logits_with_nan_are_an_error_of_one_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct):
     """A text, as an element of a message's content, which may be a list of parts."""
 
+    type: Literal["text"]
     text: str
 
 

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from cupy_awq.llm import Delta, Engine, Generation, QueueFullError
 from cupy_awq.llm import Request as EngineRequest
-from cupy_awq.serve import protocol, replies
+from cupy_awq.serve import openapi, protocol, replies
 from cupy_awq.serve.constraint import Grammars
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.http import EventStream, read_body, until_disconnect
@@ -104,6 +104,7 @@ class Server:
             Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
             Route("/v1/models", self._guard(self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guard(self._show_model), methods=["GET"]),
+            Route("/openapi.json", self._guard(self._describe_api), methods=["GET"]),
             Route("/metrics", self._guard(self._metrics), methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
         ]
@@ -165,6 +166,9 @@ class Server:
     async def _metrics(self, request: Request) -> Response:
         return Response(prometheus.generate_latest(self._registry), media_type=prometheus.CONTENT_TYPE_LATEST)
 
+    async def _describe_api(self, request: Request) -> Response:
+        return _json(openapi.describe(self._settings.name))
+
     async def _list_models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._describe()]})
 
@@ -174,7 +178,9 @@ class Server:
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
-        return _error(ApiError(status, f"path: expected a known one, got {request.url.path!r:.80}"))
+        reply = _error(ApiError(status, f"path: expected a known one, got {request.url.path!r:.80}"))
+        reply.headers.update(getattr(error, "headers", None) or {})  # "Allow" for the status 405
+        return reply
 
     async def _fail(self, request: Request, error: Exception) -> Response:
         return _error(ApiError(500, "server: expected no error in itself, got one; its log has more"))

@@ -84,7 +84,7 @@ class ToolUse:
             }
             for name, schema in self._parameters.items()
         ]
-        schema = json.dumps({"anyOf": calls, "x-guidance": JSON_OPTIONS})
+        schema = json.dumps({"anyOf": calls, "x-guidance": JSON_OPTIONS | {"whitespace_pattern": " ?"}})
         marks = [json.dumps(text) for text in (f"{self._style.open}\n", f"\n{self._style.close}")]
         call = f"{marks[0]} %json {schema} {marks[1]}" if self._style.open else f"%json {schema}"
         return "grammar", f'start: call{" (NL call)*" if self._may_repeat else ""}\nNL: "\\n"\ncall: {call}\n'

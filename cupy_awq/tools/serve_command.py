@@ -14,7 +14,8 @@ from cupy_awq.tools.llm_commands import MODEL
 
 MORE = """
 
-Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. Needs the extra "serve":
+Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /openapi.json, and a page to chat at /.
+Needs the extra "serve":
 pip install "cupy-awq[serve]". A server for other machines (--host) needs a key, also from CUPY_AWQ_API_KEY."""
 
 KEY_VARIABLE = "CUPY_AWQ_API_KEY"
@@ -26,7 +27,7 @@ SWITCH_SECONDS = 5e-4
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
-    examples = ["smollm2 --device cpu", "Qwen3-8B-AWQ/ --port 8001 --batch-invariant --speculate"]
+    examples = ["smollm2 --device cpu", "Qwen3-8B-AWQ/ --port 8001 --batch-invariant --speculate auto"]
     parser = command("serve", _serve, "serve a model over HTTP", MORE, examples)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
 
@@ -48,7 +49,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--allow-host", metavar="NAME", action="append", default=[], help="a further name in Host headers, * for any"
     )
     parser.add_argument("--batch-invariant", action="store_true", help="texts do not depend on other requests; slower")
-    parser.add_argument("--speculate", action="store_true", help="draft tokens that followed the same ones before")
+    parser.add_argument(
+        "--speculate",
+        nargs="?",
+        const="auto",
+        choices=["auto"],
+        help="draft tokens that followed the same ones before, while few completions run and enough drafts are correct",
+    )
     parser.add_argument("--device", metavar="cpu|cuda|cuda:N", help="the device (default: as for generate)")
 
 
