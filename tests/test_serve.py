@@ -23,7 +23,7 @@ from cupy_awq.serve.protocol import ChatBody
 from cupy_awq.serve.reasoning import ReasoningSplitter
 from tests import llm_models
 from tests.serving import Running
-from tests.test_project import python
+from tests.test_project import ROOT, python
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 
@@ -356,6 +356,20 @@ def test_the_package_imports_nothing_of_the_server() -> None:
         f"import sys; from cupy_awq import *; import cupy_awq.llm; print(set({names.split()!r}) & set(sys.modules))"
     )
     assert python("-c", program).strip() == "set()"
+
+
+@pytest.mark.slow
+def test_the_extra_installs_no_torch() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    names = re.findall(r'"([^"]+)"', re.search(r"^serve = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
+    options = ["--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    found = json.loads(python("-m", "pip", "install", *options, *names))["install"]
+    installed = {entry["metadata"]["name"].lower() for entry in found}
+    assert {"uvicorn", "starlette", "msgspec", "prometheus-client", "llguidance"} <= {
+        name.replace("_", "-") for name in installed
+    }
+    assert len(installed) < 40
+    assert not {"torch", "triton", "transformers", "pydantic"} & installed
 
 
 def test_nothing_that_reads_pickles_or_listens_elsewhere_is_imported() -> None:

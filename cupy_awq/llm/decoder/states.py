@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
     Attributes:
         rows: the rows.
-        sequence: where a state has the sequence: its index in a `Cache`, or its `Blocks` in `Pages`.
+        sequence: where a state has the sequence: its index in a `Cache`, or its `Places` in `Pages`.
         start: the number of tokens before the new ones.
     """
 
@@ -112,23 +112,26 @@ class KvState:
         return length
 
 
-class Blocks(NamedTuple):
-    """The blocks of a sequence.
+class Places(NamedTuple):
+    """The places of the tokens of a sequence in `Pages`: slices, which need no copy, if its blocks are consecutive.
 
     Attributes:
-        ids: the blocks, integers [n].
-        index: an index that selects them: a slice, which copies nothing, if they are consecutive.
+        known: the places of all tokens, including the new ones.
+        new: the places of the new tokens.
     """
 
-    ids: Array
-    index: Any
+    known: Any
+    new: Any
 
     @classmethod
-    def of(cls, blocks: Sequence[int]) -> Blocks:
-        """Return some blocks, at least one."""
-        ids = np.array(blocks)
-        is_consecutive = bool((np.diff(ids) == 1).all())
-        return cls(ids, slice(ids[0], ids[-1] + 1) if is_consecutive else ids)
+    def of(cls, blocks: Sequence[int], start: int, count: int) -> Places:
+        """Return the places of ``start`` tokens and of ``count`` new ones."""
+        ids = np.array(blocks[: count_blocks(start + count)])
+        if (np.diff(ids) == 1).all():
+            first = int(ids[0]) * BLOCK
+            return cls(slice(first, first + start + count), slice(first + start, first + start + count))
+        places = (ids[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: start + count]
+        return cls(places, places[start:])
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,7 @@ class PagedKvState:
     """The state of an attention layer in blocks: the keys and values of `BLOCK` tokens each.
 
     Attributes:
-        k, v: the keys and values, [kv_heads, blocks, BLOCK, head_dim] in the back end's dtype, so that consecutive
-            blocks are consecutive tokens and need no copy.
+        k, v: the keys and values, [kv_heads, blocks * BLOCK, head_dim] in the back end's dtype.
     """
 
     k: Array
@@ -145,16 +147,12 @@ class PagedKvState:
 
     def append(self, run: Run, k: Array, v: Array) -> None:
         """Append the keys and values of the new tokens of a run, [rows, kv_heads, head_dim] each."""
-        places = np.arange(run.start, run.start + len(k))
-        blocks, offsets = run.sequence.ids[places // BLOCK], places % BLOCK
-        self.k[:, blocks, offsets] = k.swapaxes(0, 1)
-        self.v[:, blocks, offsets] = v.swapaxes(0, 1)
+        self.k[:, run.sequence.new] = k.swapaxes(0, 1)
+        self.v[:, run.sequence.new] = v.swapaxes(0, 1)
 
     def read(self, run: Run, length: int) -> tuple[Array, Array]:
         """Return the keys and values of the first ``length`` tokens of a sequence, [kv_heads, length, head_dim]."""
-        blocks = run.sequence.index
-        k, v = (a[:, blocks].reshape(a.shape[0], -1, a.shape[3])[:, :length] for a in (self.k, self.v))
-        return k, v
+        return self.k[:, run.sequence.known], self.v[:, run.sequence.known]
 
 
 @dataclass(frozen=True)
@@ -222,14 +220,13 @@ class Pages:
     @property
     def blocks(self) -> int:
         """The number of blocks that sequences can own."""
-        return int(self.layers[0].k.shape[1]) - 1
+        return int(self.layers[0].k.shape[1]) // BLOCK - 1
 
     def make_rows(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> PagedRows:
         """Return a batch of new tokens: (number of tokens before them, number of new tokens, blocks) by sequence."""
         found, positions, row = [], [], 0
         for start, count, blocks in runs:
-            used = blocks[: count_blocks(start + count)]
-            found.append(Run(slice(row, row + count), Blocks.of(used), start))
+            found.append(Run(slice(row, row + count), Places.of(blocks, start, count), start))
             positions.append(np.arange(start, start + count))
             row += count
         return PagedRows(self.layers, self.rotations, np.concatenate(positions), tuple(found))
@@ -320,6 +317,6 @@ def make_rotations(
 
 def allocate_pages(layers: Sequence[LayerSpec], blocks: int, positions: int, dtype: Any, xp: Any) -> Pages:
     """Allocate the blocks of all layers, and the one that padding rows use, for sequences of ``positions`` tokens."""
-    sizes = [(layer.mixer.kv_heads, DUMMY + 1 + blocks, BLOCK, layer.mixer.head_dim) for layer in layers]
+    sizes = [(layer.mixer.kv_heads, (DUMMY + 1 + blocks) * BLOCK, layer.mixer.head_dim) for layer in layers]
     states = tuple(PagedKvState(xp.zeros(size, dtype), xp.zeros(size, dtype)) for size in sizes)
     return Pages(states, make_rotations(layers, positions, xp))
