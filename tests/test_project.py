@@ -319,17 +319,20 @@ def test_nothing_imports_torch() -> None:
 def test_importing_every_public_name_is_quick_and_leaves_cupy_unloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NumPy's import, half of the total, is subtracted; the first of three imports compiles to bytecode."""
+    """The import takes at most twice the time of NumPy's, so a loaded machine fails no run; 1.3 to 1.5 was measured.
+
+    The first of four imports compiles to bytecode.
+    """
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     program = (
-        "import sys, time, numpy, ml_dtypes; start = time.process_time(); from cupy_awq import *;"
-        " print(time.process_time() - start,"
+        "import sys, time; start = time.process_time(); import numpy, ml_dtypes; half = time.process_time();"
+        " from cupy_awq import *; print((time.process_time() - half) / (half - start),"
         " {'cupy', 'cuda.bindings', 'matplotlib', 'torch'} & set(sys.modules) or '')"
     )
-    runs = [python("-c", program).split(maxsplit=1) for _ in range(3)]
-    assert [rest for _, *rest in runs] == [[], [], []]
-    assert min(float(seconds) for seconds, *_ in runs) < 0.3
+    runs = [python("-c", program).split(maxsplit=1) for _ in range(4)]
+    assert [rest for _, *rest in runs] == [[], [], [], []]
+    assert min(float(ratio) for ratio, *_ in runs) < 2
 
 
 def test_every_source_opens_with_its_license() -> None:
