@@ -254,7 +254,7 @@ class LanguageModel:
                 seconds = time.perf_counter() - began
                 if step.is_prompt:
                     stats.prompt_seconds = seconds
-                    stats.prompt_tokens -= sum(part.sequence.cached for part in step.parts if part.is_last)
+                    stats.prompt_tokens = sum(len(s.request.prompt) - s.cached for s in sequences)
                 else:
                     stats.seconds = seconds - stats.prompt_seconds
                     stats.tokens += len(step.parts)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
 
 import h11
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -90,8 +90,11 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T], *others: Awaitable[None]) -> T | None:
-    """Return the result of ``work``, or cancel it and return None if the client leaves or one of ``others`` ends."""
+async def until_disconnect(receive: Receive, work: Awaitable[T], *others: Awaitable[None]) -> T:
+    """Return the result of ``work``, or cancel it and raise ClientDisconnect.
+
+    That is if the client leaves or one of ``others`` ends.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -101,7 +104,9 @@ async def until_disconnect(receive: Receive, work: Awaitable[T], *others: Awaita
     tasks = [worker, *map(asyncio.ensure_future, (watch(), *others))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return worker.result() if worker.done() else None
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
     finally:
         for task in tasks:
             task.cancel()
@@ -123,7 +128,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and one event after the other, until the events end, the client leaves or reads no more."""
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ClientDisconnect):
                 await until_disconnect(receive, self._send_all(send), self._watch_reader())
         finally:
             self._on_end()

@@ -246,32 +246,16 @@ class Server:
             generations += map(self._engine.submit, requests)
             deltas = self._measure(_merge(generations), began)
             if not body.stream:
-                return await self._reply(request, reply, deltas, generations)
+                found = await until_disconnect(request.receive, _collect(deltas))
+                return _json(reply.whole(found, generations))
             first = await until_disconnect(request.receive, anext(deltas))
-        except BaseException:
-            _cancel(generations)
-            raise
-        if first is None:
-            _cancel(generations)
-            return _json({}, 499)
-        try:
             replies.check(first[1])
-        except ApiError:
+        except BaseException:
             _cancel(generations)
             raise
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         events = _events(reply, first, deltas, generations, has_usage)
         return EventStream(events, functools.partial(_cancel, generations))
-
-    async def _reply(self, request: Request, reply: Reply, deltas: Deltas, generations: list[Generation]) -> Response:
-        async def collect() -> list[Indexed]:
-            return [(i, replies.check(delta)) async for i, delta in deltas]
-
-        found = await until_disconnect(request.receive, collect())
-        if found is None:
-            _cancel(generations)
-            return _json({}, 499)  # nobody reads this reply: the client has left
-        return _json(reply.whole(found, generations))
 
     async def _measure(self, deltas: Deltas, began: float) -> Deltas:
         """Yield the deltas, and record the times of the first and the last."""
@@ -319,6 +303,10 @@ async def _merge(generations: Sequence[Generation]) -> Deltas:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _collect(deltas: Deltas) -> list[Indexed]:
+    return [(i, replies.check(delta)) async for i, delta in deltas]
 
 
 async def _events(
