@@ -68,7 +68,10 @@ def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_int8(backend: str, kind: str, case: tuple) -> None:
-    """Results are right where tiles are partly empty, slices of K differ in length, and some CTAs sum no rows."""
+    """Results are right where tiles are partly empty and slices of K differ in length.
+
+    With split-K, some CTAs of a cluster have no row of y whose partial sums they would add.
+    """
     problem, config, weight_block = problem_of(case, kind)
     gpu = facts(90, backend)
     assert GEMM_W4A8_SM90.refusal(problem, gpu) is None

@@ -115,7 +115,7 @@ def failing_cupy(n: int) -> Iterator[None]:
 
 
 STEPS = [pytest.param(7, id="every seventh"), pytest.param(1, marks=pytest.mark.slow, id="each")]
-"""The values of ``step``: each step-th request for memory fails."""
+"""The values of ``step``: in run i, the request for memory with the index i * step fails."""
 
 
 def fail_each_allocation(

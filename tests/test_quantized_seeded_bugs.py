@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs planted in copies of the integer and convolution kernels, each of which the tests must catch.
 
-The last entry of a bug has the checks that catch it, with asynchronous copies that land as late, and as early, as PTX
-allows: the kind of the simulator's fault, or "values" for a wrong result. The suffix "fp8" of a file name selects its
-float8 form, and "dense" a convolution whose weight is dequantized beforehand.
+A bug is (file, old text, new text, (check, check)): the checks that catch it if asynchronous copies land as late, and
+as early, as PTX allows. A check is the kind of the simulator's fault, "values" for a wrong result, or "nothing" if the
+bug goes unnoticed. A suffix of the file selects a form of the kernel: "fp8" float8, "split" split-K, "idle" more CTAs
+than tiles, "dense" a convolution whose weight is dequantized beforehand.
 """
 
 from __future__ import annotations
@@ -241,7 +242,8 @@ def check(file: str, landing: str) -> None:
     """
     a100, h100 = device.nominal(80), device.nominal(90)
     if file.startswith("conv2d/conv2d_sm90") and file.endswith("dense"):
-        # One CTA with two tiles of three boxes of pixels each; and tiles with one box, with K whole and split in two.
+        # A strided convolution; one CTA with two tiles of four images each, where a box of pixels with a halo serves
+        # all taps of each of three chunks of channels; and a box per tap and chunk, with K whole and split in two.
         halo = Conv2dSm90Config(True, 1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
         one_sm = replace(h100, sm_count=1)
         strided = Conv2dSm90Config(True, 1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)

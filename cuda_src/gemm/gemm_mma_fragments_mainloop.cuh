@@ -205,7 +205,8 @@ template <class C> class MainLoop {
       }
     }
   }
-  // Converts the scales and zero points that load_group has loaded to the form in which they are used.
+  // Begins a group: makes operands_ of the scales and zero points that load_group has loaded, and sets the sums over
+  // the group to 0.
   __device__ __forceinline__ void begin_group() {
 #pragma unroll
     for (int i = 0; i < C::kN16Tiles; ++i) {

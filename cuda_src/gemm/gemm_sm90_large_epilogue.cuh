@@ -14,11 +14,11 @@
 #include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"
 
-// Without kRingReduction: sums the accumulators of a unit that several clusters share, in the order of the clusters,
-// and returns whether this CTA has the total and stores the tile. A CTA without the unit's last k tile writes its
+// Without kRingReduction: sums the accumulators of a unit that several clusters share, and returns whether this CTA has
+// the total and stores the tile. A CTA without the unit's last k tile writes its
 // accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments
 // `counters` [unit][CTA of the cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their
-// partial sums to its accumulators.
+// partial sums to its accumulators, in the order of the clusters.
 template <class C> __device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& accumulators,
                                                                       const typename C::Scheduler& scheduler,
                                                                       int warpgroup, float* partials,
@@ -70,8 +70,8 @@ __device__ __forceinline__ uint32_t* unit_counter(const typename C::Scheduler& s
   return counters + scheduler.unit * C::kCluster + cluster_rank<C::kCluster>();
 }
 
-// Returns the index of the first partial sum of a warpgroup, in the CTA of cluster `cluster_idx` that has this CTA's
-// rank.
+// Returns where the partial sums of a warpgroup begin in `partials` (with kRingReduction), in floats. The warpgroup is
+// that of the CTA that has this CTA's rank in the cluster `cluster_idx`.
 template <class C> __device__ __forceinline__ int64_t partial_sums(int cluster_idx, int warpgroup) {
   const int cta = cluster_idx * C::kCluster + cluster_rank<C::kCluster>();
   return static_cast<int64_t>(cta * C::kWarpgroups + warpgroup) * C::kWarpgroupSums;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer GEMM of gemm_int8.cuh with mma.sync; the caller passes the way of copying (common/copy_to_shared.cuh).
-// The int32 products of each quantization block are scaled and added to float32 accumulators in registers.
+// The GEMM of gemm_int8.cuh with mma.sync, of int8 or (FP8) e4m3; the caller passes the way of copying
+// (common/copy_to_shared.cuh). The products of each quantization block, int32 or with FP8 float32, are scaled and added
+// to float32 accumulators in registers.
 //
 // Limits: k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes. EVEN: rows of y
 // start at multiples of two elements. X_BLOCKS: the largest number of blocks that overlap a stage.

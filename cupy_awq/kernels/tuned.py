@@ -71,7 +71,7 @@ def entry(label: str, us: float | None, source: str, driver: str) -> str:
 
 
 def file_name(device: Device) -> str:
-    """Return the file name of a GPU's table."""
+    """Return the file name of the tuning table of a GPU model, such as "nvidia-h100-80gb-hbm3.json"."""
     return rates.file_name(device.name)
 
 

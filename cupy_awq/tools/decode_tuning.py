@@ -246,9 +246,9 @@ class Step:
 
 
 def _load(name: str, index: int) -> tuple[Model, CudaOps]:
-    """Return a model that consists of the first layers and the output head of a model, and its back end.
+    """Return a model with only the first `LAYERS` layers, but with its embedding and output head, and its back end.
 
-    ``index`` is the ordinal of the current GPU.
+    ``name`` is a key of `SHAPES`, for random weights, or a model to read. ``index`` is the ordinal of the current GPU.
     """
     import cupy
 

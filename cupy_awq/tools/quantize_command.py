@@ -175,7 +175,7 @@ class _Progress:
         self._write(f"{self._line}: {step}")
 
     def close(self) -> None:
-        """End the line of the bar."""
+        """Redraw the bar without the current step and end its line, so that later output starts on a new one."""
         self._write(self._line, end="\n")
 
     def _write(self, line: str, end: str = "") -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 import cupy_awq
 
-# The path may be a folder or a safetensors file. Without device="cpu" the layers go to the current GPU.
+# The path may be a folder or a file (safetensors, GGUF or a .pt of llm-awq). Without device="cpu" the layers go to the
+# current GPU, if there is one.
 path = Path(cupy_awq.__file__).parent / "data" / "smollm2-mlp"
 layers = cupy_awq.load(path, device="cpu")
 for name, layer in layers.items():

@@ -126,7 +126,7 @@ class Weights:
 
 
 class Case:
-    """The routings of ``m`` tokens, and x."""
+    """The random inputs of a timing: x of ``m`` tokens, and several routings (experts of each token), one per call."""
 
     def __init__(self, model: Model, m: int, skewed: bool) -> None:
         import cupy

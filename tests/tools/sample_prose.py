@@ -26,7 +26,7 @@ TESTS = ROOT / "tests"
 CUDA = ROOT / "cuda_src"
 
 LICENSE = "SPDX-License-Identifier"
-DIRECTIVES = re.compile(r"(type|fmt|noqa|mypy|ruff|pylint|doctest)\b")
+DIRECTIVES = re.compile(r"(type|fmt|noqa|mypy|ruff|pylint|doctest|clang-format)\b")
 """The regular expression for comments that address a tool."""
 
 

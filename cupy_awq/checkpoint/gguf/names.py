@@ -15,16 +15,18 @@ from cupy_awq.checkpoint.files import CheckpointError
 
 @dataclass(frozen=True)
 class Names:
-    """The Hugging Face names of an architecture's tensors by GGUF name, all without the suffix ".weight" or ".bias".
+    """The Hugging Face names of an architecture's tensors by GGUF name.
+
+    Names in ``whole`` have their suffix ".weight" or ".bias", all others do not.
 
     Attributes:
         outer: the names of the tensors outside of the layers.
         layer: the names in ``model.layers.<i>`` for the names in ``blk.<i>``.
         experts: the name in ``model.layers.<i>``, with {} for the index of the expert, for each name in ``blk.<i>`` of
             a tensor [E, N, K] of all E experts.
-        permuted: by GGUF name of a projection whose rows GGUF permutes, the metadata field, after the architecture,
-            with the number of its heads: GGUF interleaves the two halves of each head, for a RoPE that rotates adjacent
-            pairs.
+        permuted: the projections whose rows GGUF permutes, by GGUF name. The value is the metadata field that holds
+            their number of heads, without the prefix "<architecture>.". GGUF interleaves the two halves of each head,
+            for a RoPE that rotates adjacent pairs.
         whole: the names in ``model.layers.<i>`` for names in ``blk.<i>``, both with their suffixes.
     """
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_gemm``: a 1x1 convolution of contiguous NHWC images as a GEMM, with the kernels of `gemm_sm90`.
+"""``conv2d_gemm``: a 1x1 convolution with stride 1 as a GEMM, by the kernels of `gemm_sm90` and `gemm_sm90_large`.
 
-x is [pixels of all images, input channels], W is [input channels, output channels]. The weight has the fragment layout,
+The pixels of all images must lie at equal distances in memory, and those of y at multiples of 16 bytes (NHWC). x is
+[pixels of all images, input channels], W is [input channels, output channels]. The weight has the fragment layout,
 in which offsets may take the place of zero points.
 """
 

@@ -24,7 +24,7 @@ OPTIONS = frozenset(
     " Attention.k_norm Mlp Experts Experts.shared Experts.shared_gate Router Router.renormalize Router.scoring"
     " Router.bias Router.groups Router.scale".split()
 )
-"""The `Decoder.options` that both back ends execute."""
+"""The blocks and optional fields of a `Decoder`, as `Decoder.options` names them, that both back ends support."""
 
 Forward = Callable[[Array, Any], Array]
 """The forward pass: a function from new tokens [B, S] and a batch to x [B, S, hidden], after the last operation.
