@@ -135,7 +135,7 @@ class Core:
         """Forget those of the sequences, by default all, that have not ended, and release their blocks."""
         for sequence in list(self._rows if sequences is None else sequences):
             if self._rows.pop(sequence, None) is not None:
-                del self._samplers[sequence]
+                self._samplers.pop(sequence, None)  # there is none if `begin` ran out of memory
                 self.scheduler.remove(sequence)
                 if not self._rows:
                     self._runner.wait()
