@@ -177,11 +177,11 @@ def results(
 @pytest.mark.parametrize(
     ("arch", "dtype", "repacked", "m", "kernels"),
     [
-        (60, "float32", False, 34, {"gemm_simt"}),
+        pytest.param(60, "float32", False, 34, {"gemm_simt"}, marks=pytest.mark.slow),
         (75, "float16", False, 34, {"gemm_simt", "gemm_sm75"}),
-        (80, "bfloat16", False, 34, {"gemm_simt", "gemm_sm80"}),
+        pytest.param(80, "bfloat16", False, 34, {"gemm_simt", "gemm_sm80"}, marks=pytest.mark.slow),
         (90, "bfloat16", False, 9, {"gemm_sm80", "gemm_sm90_raw"}),
-        (90, "float16", True, 9, {"gemm_sm90", "gemm_sm90_mma_invariant"}),
+        pytest.param(90, "float16", True, 9, {"gemm_sm90", "gemm_sm90_mma_invariant"}, marks=pytest.mark.slow),
         (90, "float16", True, 34, {"gemm_sm90", "gemm_sm90_large"}),
     ],
 )
