@@ -14,6 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import functools
 import gc
+import signal
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -131,9 +132,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a test that is named by its id run even if it is marked slow."""
+    """Let a test that is named by its id run even if it is marked slow, and let processes be interrupted."""
     if config.option.markexpr == NOT_SLOW and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
+    # Jobs in the background of a shell ignore Ctrl-C, and so would the processes that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
