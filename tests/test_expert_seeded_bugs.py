@@ -144,7 +144,7 @@ SEEDS: dict[str, Seed] = {
 def outcome(case: Case | None, landing: str) -> str:
     """Return the check that fails in a launch, or "nothing"; without a case, the kernel sort_tokens is launched."""
     if case is None:
-        return caught_by(lambda: test_sort(landing, from_offsets=False, pairs=700, experts=40, block=16))
+        return caught_by(lambda: test_sort(landing, from_offsets=False, arch=90, pairs=700, experts=40, block=16))
     problem, config = case
     family: AnyFamily = EXPERT_GEMM if isinstance(config, ExpertGemmConfig) else EXPERT_GEMM_TILES
     return caught_by(lambda: check_product(runner(landing), problem, (family, config), HERE, np.random.default_rng(0)))
