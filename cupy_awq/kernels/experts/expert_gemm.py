@@ -161,7 +161,7 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
                 continue
             depth = _depth(problem, layout.column_tiles)
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
-            # The scales of small groups also take registers, so fewer columns per warp are tried.
+            # The scales of small groups also take registers, so fewer CTAs share those of an SM.
             ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
             if device.shared_bytes_per_sm <= SMALL_SM_BYTES:
                 ctas = min(ctas, 6)  # with 8 CTAs per SM only 128 registers per thread are left, and some would spill
