@@ -113,7 +113,7 @@ def test_a_plan_fills_the_same_array_for_new_contents(
         return memory[0][address - begin :] if inside else known.get(address)
 
     monkeypatch.setattr(moe_layer, "HOST", NOWHERE)
-    monkeypatch.setattr(moe_layer, "get_launcher", load)
+    monkeypatch.setattr(experts, "get_launcher", load)
     monkeypatch.setattr("cupy_awq.runtime.workspace.allocate_zeros", allocate)
     with monkeypatch.context() as on_the_cpu:
         on_the_cpu.setattr(packed_experts, "HOST", HOST)

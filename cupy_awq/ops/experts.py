@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -327,13 +327,20 @@ def _launch(steps: Steps, buffers: Mapping[str, Array | None], index: int) -> No
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr
-    offsets = steps.offsets
-    scratch = workspaces.scratch_array(index, stream, max(offsets[""], 1)).data.ptr
+    scratch = workspaces.scratch_array(index, stream, max(steps.offsets[""], 1)).data.ptr
+    for launcher, addresses in bind_steps(steps, buffers, scratch, index):
+        launcher(addresses, stream)
+
+
+def bind_steps(
+    steps: Steps, buffers: Mapping[str, Array | None], scratch: int, index: int
+) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yield the launcher of each step and the addresses of its buffers; ``scratch`` is that of the scratch memory."""
     addresses = {name: arrays.address(a) for name, a in buffers.items()} | {"": 0}
-    addresses |= {name: scratch + offset for name, offset in offsets.items() if name}
+    addresses |= {name: scratch + offset for name, offset in steps.offsets.items() if name}
     for plan, names in steps.plans(device.of(index)):
         launcher = get_launcher(plan, index)
-        launcher(tuple(addresses[names[name]] for name in launcher.buffers), stream)
+        yield launcher, tuple(addresses[names[name]] for name in launcher.buffers)
 
 
 def _aligned_result(out: Array | None, shape: tuple[int, int], dtype: np.dtype[Any], index: int) -> Array:

@@ -7,11 +7,10 @@ from typing import Any
 
 from cupy_awq import check
 from cupy_awq.check import HOST, Array
-from cupy_awq.ops.experts import contiguous, moe, plan_moe, readable, validate_layer, validate_moe
+from cupy_awq.ops.experts import bind_steps, contiguous, moe, plan_moe, readable, validate_layer, validate_moe
 from cupy_awq.ops.packed_experts import PackedExperts
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
-from cupy_awq.runtime.launcher import get_launcher
 
 
 class MoeLayer:
@@ -113,15 +112,9 @@ class MoePlan:
     def _prepare(self, planned: tuple[Any, dict[str, Array | None]], index: int) -> None:
         """Load the kernels and compute the arguments of their launches."""
         steps, buffers = planned
-        offsets = steps.offsets
-        self._memory = workspaces.allocate_zeros(max(offsets[""], 1), on_current_stream=True)
-        begin = arrays.address(self._memory)
-        addresses = {name: arrays.address(a) for name, a in buffers.items()} | {"": 0}
-        addresses |= {name: begin + offset for name, offset in offsets.items() if name}
-        for plan, names in steps.plans(device.of(index)):
-            launcher = get_launcher(plan, index)
-            self._launches.append((launcher, tuple(addresses[names[name]] for name in launcher.buffers)))
-            self.kernels += (plan.kernel.entry,)
+        self._memory = workspaces.allocate_zeros(max(steps.offsets[""], 1), on_current_stream=True)
+        self._launches += bind_steps(steps, buffers, arrays.address(self._memory), index)
+        self.kernels = tuple(plan.kernel.entry for plan, _ in steps.plans(device.of(index)))
 
     def __call__(self) -> Array:
         if self._layer.gate_up.spec.weight.device == HOST:
