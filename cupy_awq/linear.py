@@ -13,7 +13,7 @@ from cupy_awq.array_types import AnyActivation, ArrayT, CudaArray, LayerOptions
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N
-from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
+from cupy_awq.kernels.gemm.problem import Fusion, NextWeight
 from cupy_awq.ops import concatenation
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.gather_columns import ActivationOrder, gather_columns
@@ -388,20 +388,18 @@ class AwqLinear:
             return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
-    def plan_prefetch(self, fraction: float) -> tuple[Array | None, NextWeight]:
-        """Return the array of this layer's repacked weight, and a part to prefetch: its first ``fraction``, 0 to 1.
+    def plan_prefetch(self) -> tuple[Array | None, NextWeight]:
+        """Return this layer's repacked weight, and the part that an earlier kernel of a decode step prefetches.
 
-        The result is (None, `NO_PREFETCH`) if the layer is not gated or not on a Hopper GPU.
+        The result is (None, `NO_PREFETCH`) if kernels on the layer's device do not prefetch such a weight.
 
         >>> import numpy as np
         >>> import cupy_awq
         >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
-        >>> layer.plan_prefetch(0.5)
-        (None, NextWeight(nbytes=0, up_offset=0))
+        >>> layer.plan_prefetch()
+        (None, NextWeight(nbytes=0, half_offset=0))
         """
-        if not check.validate_activation(self._activation).gated:
-            return None, NO_PREFETCH
-        return planning.plan_prefetch(self._operand, fraction)
+        return planning.plan_prefetch(self._operand, gated=check.validate_activation(self._activation).gated)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.

@@ -106,7 +106,7 @@ def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.
     stream: dict[str, np.ndarray | None] = dict.fromkeys(problem.fusion.buffers if problem.fusion else ())
     if problem.fusion:
         part = problem.fusion.next_weight
-        stream["next_weight"] = np.empty(part.up_offset + part.nbytes, np.uint8)
+        stream["next_weight"] = np.empty(part.half_offset + part.nbytes, np.uint8)
     stream["previous_inverse_rms"] = rng.uniform(16, 640, problem.m).astype(np.float32)
     if problem.adds_to_stream:
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)

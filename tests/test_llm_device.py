@@ -183,9 +183,9 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
         entries.append(plan.kernel.entry)
         prefetches.append(arrays.get("next_weight") is not None)
         if prefetches[-1]:
-            share, up_offset = map(int, plan.scalars[-2:])
+            share, half_offset = map(int, plan.scalars[-2:])
             assert share > 0
-            assert up_offset + share * plan.grid[0] <= arrays["next_weight"].nbytes
+            assert half_offset + share * plan.grid[0] <= arrays["next_weight"].nbytes
         run(plan, **arrays)
 
     monkeypatch.setattr(ops, "run", recorded)
@@ -209,7 +209,9 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     wanted = [forward(plain, count) for count in (5, 8, len(operations))]
     gemm = "gemm_mma_fragments" if arch == 80 else "gemm_sm90_mma" if m <= 8 else "gemm_sm90"
     assert entries == ["embed", "rms_norm", *(["rms_norm"] if m > 32 else [gemm] * 3), "rms_norm", "rms_norm"]
-    assert sum(prefetches) == (gated and m <= 8 and arch == 90), "the GEMM before a gated one prefetches the weight"
+    # Below sm_90, the first of these GEMMs prefetches the weight of the second, the second that of the third.
+    expected = (2 if m <= 32 else 0) if arch == 80 else int(gated and m <= 8)
+    assert sum(prefetches) == expected, "GEMMs prefetch a part of the next weight, on Hopper that of a gated one"
     for simulated_y, y in zip(found, wanted, strict=True):
         assert np.abs(simulated_y - y).max() <= (3e-3 if dtype == FLOAT16 else 3e-2) * np.abs(y).max()
 

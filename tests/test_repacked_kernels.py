@@ -321,7 +321,7 @@ def any_fused_problem(data: st.DataObject) -> Problem:
             role,
             eps=data.draw(st.sampled_from([1e-6, 0.5])),
             orders_y=role == "add_to_stream" and data.draw(st.booleans()),
-            next_weight=NextWeight(data.draw(st.sampled_from([0, 1 << 20])), up_offset=1 << 20),
+            next_weight=NextWeight(data.draw(st.sampled_from([0, 1 << 20])), half_offset=1 << 20),
         ),
     )
 

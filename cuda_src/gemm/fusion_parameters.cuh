@@ -14,3 +14,14 @@
 #define FUSION_PARAMETERS
 #define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
 #endif
+
+// The additional parameters of a GEMM that prefetches the weight of a later GEMM into L2 (hopper/next_weight.cuh).
+#if PREFETCHES_NEXT
+#define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
+#define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_half_offset
+#define NEXT_WEIGHT_ARGUMENTS next_weight, next_share_bytes, next_half_offset
+#else
+#define NEXT_WEIGHT_PARAMETER
+#define NEXT_WEIGHT_SCALARS
+#define NEXT_WEIGHT_ARGUMENTS nullptr, 0, 0
+#endif

@@ -14,6 +14,7 @@
 //   scale_factor   with MATH = kScaled, a power of two that moves the scales to the middle of X's range
 //   result_factor  1 / scale_factor
 //   h ... eps      with ADD_TO_STREAM or RMS_NORM_X: see residual_stream.cuh
+//   next_weight ...  with ADD_TO_STREAM or RMS_NORM_X: see next_weight.cuh
 //
 // Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0); sm_75 and newer, with ASYNC = 1 or bfloat16 sm_80 and newer.
 // ALIGNED = 1 requires that the rows of y and of the residual start at multiples of 16 bytes.
@@ -28,10 +29,13 @@
 //   ASYNC = 1   cp.async refills the stage
 //   ASYNC = 0   the next stage, which was loaded into registers at the first step, is stored to the other stage, whose
 //               operands all warps had loaded before the preceding barrier; so a stage takes one barrier
+#define PREFETCHES_NEXT (ADD_TO_STREAM || RMS_NORM_X)
+
 #include "gemm/gemm_mma_fragments.cuh"
 #include "gemm/fusion_parameters.cuh"
 #include "gemm/gemm_mma_fragments_epilogue.cuh"
 #include "gemm/gemm_mma_fragments_mainloop.cuh"
+#include "hopper/next_weight.cuh"
 
 static_assert(__CUDA_ARCH__ >= (ASYNC ? 800 : 750), "gemm_mma_fragments needs sm_75, and sm_80 for cp.async");
 
@@ -59,7 +63,8 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
 template <class C>
 __device__ __forceinline__ void gemm_mma_fragments_tiles(const uint8_t* weight, const typename C::T* x, int ldx, int k,
                                                          uint32_t* counters, int stream_k_units, int stream_k_ctas,
-                                                         float scale_factor, float result_factor, Output<C> output) {
+                                                         float scale_factor, float result_factor, NextWeight next,
+                                                         Output<C> output) {
   extern __shared__ __align__(128) uint8_t memory[];
   const int slice = uniform_warp() / C::kWarpsN;
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + slice * (C::kStages * C::kStageBytes);
@@ -85,6 +90,10 @@ __device__ __forceinline__ void gemm_mma_fragments_tiles(const uint8_t* weight, 
                                                                         writes);
     }
     loop.run(accumulators, copies, weight_tiles);
+    if constexpr (C::kAddsToStream || C::kRmsNormsX) {
+      next.prefetch_lines(blockIdx.x, C::kThreads);
+      next.share_bytes = 0;
+    }
     uint32_t* counter = counters + scheduler.unit;
     if (C::kStreamK && scheduler.adds_partial_sums() && threadIdx.x == 0) {
       wait_for_partials(counter, scheduler.cluster_idx - scheduler.first_sharer());
@@ -105,11 +114,11 @@ using Kernel = GemmMmaFragments<Config>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     gemm_mma_fragments(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, float* partials,
-                       uint32_t* counters, FUSION_PARAMETERS const X* x, int m, int n, int k, int ldr, int ldy, int ldx,
-                       int stream_k_units, int stream_k_ctas, float low, float high, float scale_factor,
-                       float result_factor, float eps) {
+                       uint32_t* counters, FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const X* x, int m, int n, int k,
+                       int ldr, int ldy, int ldx, int stream_k_units, int stream_k_ctas, float low, float high,
+                       float scale_factor, float result_factor, float eps NEXT_WEIGHT_SCALARS) {
   const Output<Kernel> output{
       {bias, residual, low, high, n, ldr}, {FUSION_ARGUMENTS, eps}, y, partials, nullptr, m, n, ldy};
   gemm_mma_fragments_tiles(weight, x, ldx, k, counters, stream_k_units, stream_k_ctas, scale_factor, result_factor,
-                           output);
+                           NextWeight{NEXT_WEIGHT_ARGUMENTS}, output);
 }

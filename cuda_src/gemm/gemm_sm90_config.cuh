@@ -3,6 +3,8 @@
 // (kernels/gemm/gemm_sm90.py), and the parameters of the kernels that depend on them.
 #pragma once
 
+#define PREFETCHES_NEXT ADD_TO_STREAM
+
 #include "common/epilogue.cuh"
 #include "gemm/fusion_parameters.cuh"
 #include "gemm/repacked_layout.cuh"
@@ -44,13 +46,3 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   static constexpr int kConsumerRegisters = CONSUMER_REGISTERS, kSharedBytes = SHARED_BYTES;
 };
 
-// The additional parameters of a fused GEMM that prefetches the weight of the next GEMM into L2 (next_weight.cuh).
-#if ADD_TO_STREAM
-#define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
-#define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_up_offset
-#define NEXT_WEIGHT_ARGUMENTS next_weight, next_share_bytes, next_up_offset
-#else
-#define NEXT_WEIGHT_PARAMETER
-#define NEXT_WEIGHT_SCALARS
-#define NEXT_WEIGHT_ARGUMENTS nullptr, 0, 0
-#endif

@@ -28,6 +28,16 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
 
 GATHERED_ALIGNMENT = 32
+PREFETCHED_GATE_UP = 0.12
+"""The part of the gate and up projections, as a fraction, that an earlier GEMM of a decode step prefetches on Hopper.
+
+On an H100, larger parts delay loads that are needed earlier.
+"""
+PREFETCH_US, PREFETCHED_L2 = 1.25, 0.125
+"""The size of what a GEMM prefetches on other GPUs: its read time in microseconds, at most this part of the L2 cache.
+
+While a kernel ends and the next one starts, device memory has nothing else to read.
+"""
 """The alignment in bytes of the copy of x in activation order, which is in a plan's workspace."""
 
 
@@ -341,14 +351,20 @@ def _is_supported(problem: Problem, gpu: Device) -> bool:
     return any(not isinstance(found, str) for found in select.candidates(problem, gpu).values())
 
 
-def plan_prefetch(weight: PackedWeight, fraction: float) -> tuple[Array | None, NextWeight]:
-    """Return the repacked weight of a gate and up projection, and its `NextWeight`: the first ``fraction`` of both.
+def plan_prefetch(weight: PackedWeight, *, gated: bool) -> tuple[Array | None, NextWeight]:
+    """Return the repacked weight, and the part of it that an earlier kernel of a decode step prefetches into L2.
 
-    Without a repacked copy of the weight, or kernels that prefetch, nothing is prefetched.
+    Without a repacked copy of the weight, or kernels that prefetch this weight, nothing is prefetched.
     """
-    if not isinstance(weight, RepackedWeight) or not device.of(weight.spec.device).has(*HOPPER):
+    if not isinstance(weight, RepackedWeight):
         return None, NO_PREFETCH
-    spec = weight.spec
+    spec, gpu = weight.spec, device.of(weight.spec.device)
+    tile_columns = spec.n // 2 // WEIGHT_TILE_N
     layout = FragmentLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
-    nbytes = spec.n // 2 // WEIGHT_TILE_N * layout.k_tiles * layout.weight_tile_bytes
-    return weight.repacked, NextWeight(int(fraction * nbytes), nbytes)
+    half = tile_columns * layout.k_tiles * layout.weight_tile_bytes
+    if not gpu.has(*HOPPER):
+        nbytes = min(PREFETCH_US * gpu.rates.read_gbs * 1e3, PREFETCHED_L2 * gpu.l2_bytes)
+        return weight.repacked, NextWeight(min(half, int(nbytes / 2)), half)
+    if gated:
+        return weight.repacked, NextWeight(int(PREFETCHED_GATE_UP * half), half)
+    return None, NO_PREFETCH

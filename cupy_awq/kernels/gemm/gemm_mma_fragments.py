@@ -297,8 +297,8 @@ def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> I
 def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters, x and, without
-    ``next_weight``, `Fusion.buffers`.
+    The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters, x and, with a fusion,
+    `Fusion.buffers` and ``next_weight``.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *fragment_defines(problem),
@@ -315,9 +315,11 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
     sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, strides.x)
     stream_k = (config.stream_k_units, config.stream_k_ctas)
     factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
-    fusion_buffers = [name for name in problem.fusion.buffers if name != "next_weight"] if problem.fusion else []
-    eps = problem.fusion.eps if problem.fusion else 0.0
-    scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, (*factors, eps)))
+    fusion = problem.fusion
+    fusion_buffers = dict.fromkeys((*fusion.buffers, "next_weight")) if fusion else ()
+    scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, (*factors, fusion.eps if fusion else 0.0)))
+    if fusion:
+        scalars += fusion.next_weight.scalars(config.ctas)
     return LaunchPlan(
         Kernel(f"gemm/{NAME}.cu", NAME, defines, device.target),
         (config.ctas, 1, 1),

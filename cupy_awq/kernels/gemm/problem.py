@@ -37,23 +37,24 @@ class Strides(NamedTuple):
 
 @dataclass(frozen=True)
 class NextWeight:
-    """The part of the repacked gate and up projections that an earlier kernel of a decode step prefetches into L2.
+    """The part of a repacked weight that an earlier kernel of a decode step prefetches into L2.
 
     Attributes:
-        nbytes: number of bytes of the gate projection, and as many of the up projection.
-        up_offset: distance in bytes from the gate projection to the up projection.
+        nbytes: number of bytes of each half of the columns; the halves of a gated weight are the gate and up
+            projections.
+        half_offset: distance in bytes from the first half to the second.
     """
 
     nbytes: int
-    up_offset: int
+    half_offset: int
 
     def scalars(self, ctas: int) -> tuple[np.int32, np.int32]:
-        """Return the kernel arguments ``share_bytes`` and ``up_offset`` of a launch with ``ctas`` CTAs.
+        """Return the kernel arguments ``share_bytes`` and ``half_offset`` of a launch with ``ctas`` CTAs.
 
-        >>> NextWeight(1 << 20, up_offset=1 << 22).scalars(132)
+        >>> NextWeight(1 << 20, half_offset=1 << 22).scalars(132)
         (np.int32(7936), np.int32(4194304))
         """
-        return np.int32(self.nbytes // ctas // 16 * 16), np.int32(self.up_offset)
+        return np.int32(self.nbytes // ctas // 16 * 16), np.int32(self.half_offset)
 
 
 NO_PREFETCH = NextWeight(0, 0)
@@ -73,7 +74,7 @@ class Fusion:
             the ratio of that RMS to the current RMS of each row.
         eps: epsilon of the RMSNorm; used only by "rms_norm_x".
         orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
-        next_weight: with "add_to_stream", the part of the next GEMM's weight to prefetch.
+        next_weight: the part of the next GEMM's weight to prefetch; kernels for Hopper do so with "add_to_stream" only.
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]

@@ -6,7 +6,6 @@ Intermediate arrays are allocated from CuPy's memory pool, so any batch and chun
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,14 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.kernels.decoder import decoder as kernels
 from cupy_awq.kernels.decoder.decode_attention import MAX_COUNTERS, attention_workspace
 from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
-from cupy_awq.kernels.gemm.problem import NO_PREFETCH, Fusion, NextWeight
+from cupy_awq.kernels.gemm.problem import Fusion
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import cuda_experts, states, upload
 from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
-from cupy_awq.llm.decoder.forward import Add, Attend, ColumnOrder, HostOrder, Norm, Operation, Project, Projection
+from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, Operation, Projection
+from cupy_awq.llm.decoder.fused_operations import AddAndNorm, NormAndProject, fuse, next_part
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.families.description import Decoder
@@ -44,14 +44,6 @@ if TYPE_CHECKING:
 
 RESERVED_BYTES = 1 << 29
 """The size in bytes of the free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
-
-PREFETCHED_BY_OUTPUT = 0.12
-"""The part of the gate and up projections, as a fraction, that the output projection prefetches into L2.
-
-On an H100, larger parts delay loads that are needed earlier.
-"""
-MAX_PREFETCH_ROWS = 8
-"""The largest number of sequences in a decode step with this prefetch; with 16 it gains nothing on an H100."""
 
 
 @dataclass(frozen=True)
@@ -76,37 +68,6 @@ class ResidualStream:
     unnormalized_x: Array | None = None
     square_sums: Array | None = None
     x_order: Array | None = None
-
-
-@dataclass(frozen=True)
-class NormAndProject:
-    """A `Norm` and the `Project` after it, which one GEMM may compute.
-
-    Attributes:
-        norm, projection: the operations.
-        order: the activation order in which the projection takes the columns of x, int32 [hidden], or None.
-        positions: the inverse of ``order``, if the preceding GEMM can write x in this order; else None.
-        prefetched: the array and the part of the projection's weight that a preceding GEMM may prefetch.
-    """
-
-    norm: Norm
-    projection: Projection
-    order: Array | None = None
-    positions: Array | None = None
-    prefetched: tuple[Array | None, NextWeight] = (None, NO_PREFETCH)
-
-
-@dataclass(frozen=True)
-class AddAndNorm:
-    """An `Add` with the `NormAndProject` after it, the first part of which the same GEMM may compute.
-
-    Attributes:
-        projection: the projection of the `Add`.
-        next: the operation that follows, or None if another one does.
-    """
-
-    projection: Projection
-    next: NormAndProject | None
 
 
 class CudaOps(DecoderOps):
@@ -230,7 +191,7 @@ class CudaOps(DecoderOps):
         return CudaDecodeLoop(self, step_logits, cache, sampling)
 
     def make_forward(self, table: Array, operations: Sequence[Operation]) -> Forward:
-        fused = self.fuse(operations)
+        fused = fuse(operations, self._positions)
 
         def forward(tokens: Array, cache: Cache) -> Array:
             stream = self.embed(table, tokens)
@@ -250,28 +211,6 @@ class CudaOps(DecoderOps):
 
         return forward
 
-    def fuse(self, operations: Sequence[Operation]) -> list[NormAndProject | Attend | AddAndNorm | Norm | Project]:
-        """Rewrite operations so that GEMMs can include the RMSNorm before them and the addition after them.
-
-        What a GEMM includes in the end also depends on the number of rows; see `norm_and_project` and `add_and_norm`.
-        """
-        fused: list[NormAndProject | Attend | AddAndNorm | Norm | Project] = []
-        following: NormAndProject | None = None
-        for operation, after in reversed([*itertools.zip_longest(operations, operations[1:])]):
-            if isinstance(operation, Norm) and isinstance(after, Project):
-                fused[-1] = following = self._join(operation, after.projection)
-            elif isinstance(operation, Add):
-                fused.append(AddAndNorm(operation.projection, following if fused and fused[-1] is following else None))
-            else:
-                fused.append(operation)
-        return fused[::-1]
-
-    def _join(self, norm: Norm, projection: Projection) -> NormAndProject:
-        if not isinstance(projection, AwqLinear):
-            return NormAndProject(norm, projection)
-        positions, prefetched = self._positions.get(projection), projection.plan_prefetch(PREFETCHED_BY_OUTPUT)
-        return NormAndProject(norm, projection, projection.order, positions, prefetched)
-
     def embed(self, table: Array, tokens: Array) -> ResidualStream:
         """Return a new residual stream: the rows of the embedding table [V, hidden] for tokens [B, S]."""
         vocab, width = table.shape
@@ -285,10 +224,12 @@ class CudaOps(DecoderOps):
         norm, projection = fused.norm, fused.projection
         if stream.unnormalized_x is not None and fused.order is stream.x_order:
             m = stream.unnormalized_x.size // self.config.hidden
-            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", norm.eps))
+            next_weight, part = next_part(fused.next, m, self.device)
+            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", norm.eps, next_weight=part))
             if plan is not None:
                 inverse_rms = self._empty((m,), np.float32)
                 read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
+                read["next_weight"] = next_weight
                 written = {"inverse_rms": inverse_rms}
                 y = self._run_fused(plan, stream.unnormalized_x, h=None, norm_weight=None, **read, **written)
                 return ResidualStream(stream.h, inverse_rms=inverse_rms), y
@@ -305,7 +246,7 @@ class CudaOps(DecoderOps):
         m = x.size // x.shape[-1]
         if following is None or _order(projection) is not None:  # A fused GEMM does not permute x.
             return ResidualStream(stream.h, delta=projection(x))
-        next_weight, part = following.prefetched if m <= MAX_PREFETCH_ROWS else (None, NO_PREFETCH)
+        next_weight, part = next_part(following, m, self.device)
         positions = following.positions
         fusion = Fusion("add_to_stream", orders_y=positions is not None, next_weight=part)
         plan = self._plan_fused(projection, m, fusion)
