@@ -226,9 +226,9 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     index = placement.resolve()
     facts = device.of(index)
     arguments = ["tune", "--model", name, "--m", "1,5", "--tries", "6"]
-    if facts.arch < 75:
+    if not facts.is_native:
         assert main(arguments) == 2
-        assert "expected a decode step with fused GEMMs, got none" in capsys.readouterr().err
+        assert f"got CUPY_AWQ_ARCH={facts.arch}" in capsys.readouterr().err
         return
 
     def choices(sequences: int) -> dict[str, select.Choice]:

@@ -54,6 +54,14 @@ class Row:
     tried: int
 
 
+def require_native(index: int) -> devices.Device:
+    """Return a GPU; raise ValueError if ``CUPY_AWQ_ARCH`` is set, with which no tuned configuration is used."""
+    gpu = devices.of(index)
+    if not gpu.is_native:
+        raise ValueError(f"tune: expected kernels for sm_{gpu.native}, got CUPY_AWQ_ARCH={gpu.arch}")
+    return gpu
+
+
 def run(
     op: str, shapes: Sequence[Shape], ms: Sequence[int], settings: Settings, tries: int, progress: Callable[[str], None]
 ) -> Iterator[Row]:
@@ -67,9 +75,7 @@ def run(
     make, device = OPERATIONS[op], settings.device
     for shape in shapes:
         make.check(shape, settings)
-    gpu = devices.of(device)
-    if not gpu.is_native:
-        raise ValueError(f"tune: expected kernels for sm_{gpu.native}, got CUPY_AWQ_ARCH={gpu.arch}")
+    gpu = require_native(device)
     with placement.use_device(device):
         for shape in shapes:
             progress(f"{shape[0]}x{shape[1]}: random weight")

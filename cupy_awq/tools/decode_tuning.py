@@ -87,14 +87,15 @@ def run(
         progress: a callback that receives a line of text before each stage.
 
     Raises:
-        ValueError: there are more than `MAX_FUSED_ROWS` sequences, or no GEMM of the step is fused, because the GPU has
-            no tensor cores or the weights are not 4-bit.
+        ValueError: there are more than `MAX_FUSED_ROWS` sequences, ``CUPY_AWQ_ARCH`` is set, or no GEMM of the step is
+            fused, because the GPU has no tensor cores or the weights are not 4-bit.
         CheckpointError, OSError: the model cannot be read, as for `readers.read`.
     """
     if max(sequences) > MAX_FUSED_ROWS:
         raise ValueError(f"--m: expected at most {MAX_FUSED_ROWS} sequences with --model, got {max(sequences)}")
     if model not in SHAPES:
         locate(model, SHAPES)
+    autotune.require_native(index)
     with placement.use_device(index):
         progress("loading the first layers")
         small, ops = _load(model, index)
