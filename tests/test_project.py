@@ -43,7 +43,8 @@ ORDER = (
 `__init__` is the lowest because it imports a public name when it is first used.
 """
 LLM_ORDER = (
-    "extra completion families text files decoder generate_arguments engine language_model assemble calibrate __init__"
+    "extra completion families text files decoder generate_arguments engine language_model assemble prompt_answerer"
+    " calibrate __init__"
 ).split()
 """The layers within cupy_awq.llm, the lowest first."""
 NO_CUPY = set(

@@ -16,6 +16,7 @@ from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import ModelFiles
 from cupy_awq.llm.files.readers import read
 from cupy_awq.llm.language_model import Chat, ContextFullError, LanguageModel
+from cupy_awq.llm.prompt_answerer import PromptAnswerer
 
 __all__ = [
     "Chat",
@@ -27,6 +28,7 @@ __all__ = [
     "Generation",
     "LanguageModel",
     "ModelFiles",
+    "PromptAnswerer",
     "QueueFullError",
     "Report",
     "Request",

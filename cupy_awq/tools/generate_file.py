@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate --input FILE --output FILE`: many prompts through an engine, which can be stopped and started again."""
+"""`generate --input FILE --output FILE`: many prompts through engines, which can be stopped and started again."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cupy_awq.llm import Engine, Generation, LanguageModel
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.llm import Engine, LanguageModel
+from cupy_awq.llm.extra import import_extra
+from cupy_awq.llm.prompt_answerer import PromptAnswerer, answer_all
 from cupy_awq.tools.progress import show_bar
 
+ACTOR_BATCHES, MAX_BATCH = 4, 128
+"""The smallest number of batches per actor, so that all actors end at about the same time, and prompts per batch."""
 
-def run(model: LanguageModel, source: Path, target: Path, raw: bool, options: dict[str, Any]) -> int:
+
+def run(model: LanguageModel, source: Path, target: Path, options: dict[str, Any]) -> int:
     """Answer each prompt of a file once, in its order; return the number of prompts without an answer.
 
     A line of ``source`` is an object with a "prompt", a text or messages, and an "id" unless the number of the line is
@@ -25,43 +30,90 @@ def run(model: LanguageModel, source: Path, target: Path, raw: bool, options: di
     Args:
         model: the model.
         source, target: the files, in UTF-8; ``target`` is appended to.
-        raw: as for `LanguageModel.generate`.
-        options: the fields of `cupy_awq.llm.Request`, such as ``max_tokens``.
+        options: "raw" and fields of `cupy_awq.llm.Request`, such as "max_tokens".
 
     Raises:
         ValueError: a line of ``source`` is no such object, or two have the same id.
         OSError: a file cannot be read or written.
     """
-    done = _read_done(target)
-    prompts = deque((key, prompt) for key, prompt in _read_prompts(source) if key not in done)
-    total, failed = len(prompts), 0
-    waiting: deque[tuple[Any, Generation | str]] = deque()
-    with Engine(model) as engine, open(target, "a", encoding="utf-8") as out:
-        for count in range(total):
-            while prompts and len(waiting) < 2 * engine.max_rows:
-                key, prompt = prompts.popleft()
-                try:
-                    waiting.append((key, engine.submit(prompt, raw=raw, **options)))
-                except (TypeError, ValueError) as error:
-                    waiting.append((key, str(error)))
-            key, generation = waiting.popleft()
-            answer = _answer(generation)
+    prompts = _read_missing(source, target)
+    with Engine(model) as engine:
+        return _write(target, prompts, answer_all(engine, (prompt for _, prompt in prompts), **options))
+
+
+def run_on_ray(
+    address: str,
+    actors: int | None,
+    model: str,
+    device: str | None,
+    source: Path,
+    target: Path,
+    options: dict[str, Any],
+) -> int:
+    """Answer the prompts of a file as `run` does, with actors of a Ray cluster that load the model each.
+
+    An actor that dies is started again, and its batch with it.
+
+    Args:
+        address: the address of the cluster, "auto" for the one of this machine, or "local" to start one.
+        actors: the number of actors; by default one per GPU of the cluster, or one without.
+        model, device: the model, as for `PromptAnswerer`; every node needs it, and cupy_awq. An actor on a GPU takes
+            one whole GPU.
+        source, target, options: as for `run`.
+
+    Raises:
+        ValueError, OSError: as by `run`; Ray is not installed, or there is no cluster at the address.
+    """
+    ray, data = import_extra("ray"), import_extra("ray.data")
+    prompts = _read_missing(source, target)
+    if not prompts:
+        return 0
+    ray.init(address, log_to_driver=False, logging_level="error")
+    try:
+        gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+        count = actors or max(1, gpus)
+        context = data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = True
+        lines = [{"line": json.dumps(prompt)} for _, prompt in prompts]
+        batches = max(count * ACTOR_BATCHES, ceil_div(len(prompts), MAX_BATCH))
+        answered = data.from_items(lines, override_num_blocks=min(batches, len(lines))).map_batches(
+            _LineAnswerer,
+            fn_constructor_kwargs={"model": model, "device": device, **options},
+            batch_size=None,
+            batch_format="numpy",
+            concurrency=count,
+            num_gpus=1 if gpus else 0,
+        )
+        return _write(target, prompts, (json.loads(row["answer"]) for row in answered.iter_rows()))
+    finally:
+        ray.shutdown()
+
+
+class _LineAnswerer(PromptAnswerer):
+    """A `PromptAnswerer` for prompts in JSON: a column can then hold texts and messages."""
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        return {**batch, "answer": self.answers(map(json.loads, batch["line"]))}
+
+
+def _write(target: Path, prompts: list[tuple[Any, Any]], answers: Iterable[dict[str, Any]]) -> int:
+    """Append an answer per prompt to a file, with a progress bar; return the number of errors."""
+    failed = 0
+    with open(target, "a", encoding="utf-8") as out:
+        for count, ((key, _), answer) in enumerate(zip(prompts, answers, strict=True), 1):
             failed += "error" in answer
             out.write(json.dumps({"id": key, **answer}, ensure_ascii=False) + "\n")
             out.flush()
             if sys.stderr.isatty():
-                show_bar(count + 1, total)
+                show_bar(count, len(prompts))
     return failed
 
 
-def _answer(generation: Generation | str) -> dict[str, Any]:
-    if isinstance(generation, str):
-        return {"error": generation}
-    try:
-        (completion,) = generation.result()
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {"text": completion.text, "reason": completion.reason, "tokens": len(completion.tokens)}
+def _read_missing(source: Path, target: Path) -> list[tuple[Any, Any]]:
+    """Return the id and the prompt of each line of ``source`` whose answer ``target`` lacks."""
+    done = _read_done(target)
+    return [(key, prompt) for key, prompt in _read_prompts(source) if key not in done]
 
 
 def _read_prompts(path: Path) -> Iterator[tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.runtime import device
+from cupy_awq.tools.operation_arguments import parse_count
 from cupy_awq.tools.progress import erase_bar, show_bar
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     generate.add_argument(
         "--output", metavar="FILE", type=Path, help="the answers to --input; a second run answers what is missing"
+    )
+    generate.add_argument(
+        "--ray", metavar="ADDRESS", help="answer --input on a Ray cluster: its address, auto, or local to start one"
+    )
+    generate.add_argument(
+        "--actors",
+        metavar="N",
+        type=parse_count,
+        help="--ray: copies of the model (default: one per GPU of the cluster)",
     )
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     generate.add_argument(
@@ -151,17 +161,12 @@ def _generate(args: argparse.Namespace) -> int:
     sampling = _check_choices(args)
     if (args.input is None) != (args.output is None) or (args.input and (args.prompts or args.file)):
         raise ValueError("generate: expected prompts, or --input and --output")
-    prompts = _read_prompts(args) if args.input is None else []
-    model = _load(args.model, args.device)
+    if (args.ray is not None and args.input is None) or (args.actors is not None and args.ray is None):
+        raise ValueError("generate: expected --ray with --input, and --actors with --ray")
     if args.input is not None:
-        from cupy_awq.tools import generate_file
-
-        options = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": tuple(args.stop)}
-        options |= {"special_tokens": args.special_tokens, "template_args": dict(args.template_arg)}
-        failed = generate_file.run(model, args.input, args.output, args.raw, options)
-        if failed:
-            print(f"generate: {failed} prompts have an error instead of an answer", file=sys.stderr)
-        return int(failed > 0)
+        return _generate_file(args, sampling)
+    prompts = _read_prompts(args)
+    model = _load(args.model, args.device)
     alone = len(prompts) == 1
     options = {
         "raw": args.raw,
@@ -180,6 +185,21 @@ def _generate(args: argparse.Namespace) -> int:
     if args.stats:
         _print_stats(model)
     return 0
+
+
+def _generate_file(args: argparse.Namespace, sampling: Any) -> int:
+    from cupy_awq.tools import generate_file
+
+    options = {"raw": args.raw, "max_tokens": args.max_tokens, "sampling": sampling, "stop": tuple(args.stop)}
+    options |= {"special_tokens": args.special_tokens, "template_args": dict(args.template_arg)}
+    files = args.input, args.output, options
+    if args.ray is None:
+        failed = generate_file.run(_load(args.model, args.device), *files)
+    else:
+        failed = generate_file.run_on_ray(args.ray, args.actors, args.model, args.device, *files)
+    if failed:
+        print(f"generate: {failed} prompts have an error instead of an answer", file=sys.stderr)
+    return int(failed > 0)
 
 
 def _chat(args: argparse.Namespace) -> int:

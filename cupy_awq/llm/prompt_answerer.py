@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PromptAnswerer`: batches of prompts through an engine, as Ray Data and `generate --input` run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.llm.assemble import load
+from cupy_awq.llm.engine.engine import Engine
+from cupy_awq.llm.engine.generation import Generation
+
+
+class PromptAnswerer:
+    """A function of batches that answers their prompts, for `ray.data.Dataset.map_batches`.
+
+    An actor loads the model once and keeps it; Ray gives each its GPU. The arguments can be pickled, so they go into
+    ``fn_constructor_kwargs``.
+
+    Args:
+        model: a path or name, as for `cupy_awq.llm.load`.
+        device: as for `cupy_awq.llm.load`.
+        raw: as for `LanguageModel.generate`.
+        options: fields of `cupy_awq.llm.Request`, such as ``max_tokens``.
+
+    Raises:
+        CheckpointError, OSError, ValueError: the model cannot be loaded, as by `cupy_awq.llm.load`.
+
+    Example::
+
+        answers = ray.data.read_json("prompts.jsonl").map_batches(
+            cupy_awq.llm.PromptAnswerer,
+            fn_constructor_kwargs={"model": "Qwen3-8B-AWQ", "max_tokens": 256},
+            num_gpus=1, concurrency=8, batch_size=128,
+        )
+    """
+
+    def __init__(self, model: str, device: str | None = None, *, raw: bool = False, **options: Any) -> None:
+        self._engine = Engine(load(model, device=device))
+        self._raw, self._options = raw, options
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a batch and "answer", a JSON object for each text or list of messages in "prompt".
+
+        The object has "text", "reason" and "tokens" or, for a prompt that is invalid, "error".
+        """
+        return {**batch, "answer": self.answers(batch["prompt"])}
+
+    def answers(self, prompts: Iterable[Any]) -> npt.NDArray[np.object_]:
+        """Return the answer to each prompt, in JSON."""
+        found = answer_all(self._engine, prompts, raw=self._raw, **self._options)
+        return np.array([json.dumps(answer) for answer in found], object)
+
+
+def answer_all(engine: Engine, prompts: Iterable[Any], *, raw: bool, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield an answer per prompt, in order, as `PromptAnswerer` describes it.
+
+    The engine has up to twice as many requests as it runs at a time.
+    """
+    waiting: list[Generation | str] = []
+    for prompt in prompts:
+        try:
+            waiting.append(engine.submit(prompt, raw=raw, **options))
+        except (TypeError, ValueError) as error:
+            waiting.append(str(error))
+        if len(waiting) == 2 * engine.max_rows:
+            yield _answer(waiting.pop(0))
+    yield from map(_answer, waiting)
+
+
+def _answer(generation: Generation | str) -> dict[str, Any]:
+    if isinstance(generation, str):
+        return {"error": generation}
+    try:
+        (completion,) = generation.result()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"text": completion.text, "reason": completion.reason, "tokens": len(completion.tokens)}
