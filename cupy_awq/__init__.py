@@ -19,6 +19,7 @@ _MODULES = {
     "BlockQuantizedWeight": "block_weight",
     "Checkpoint": "loader",
     "CheckpointError": "checkpoint",
+    "Int8Linear": "int8_linear",
     "MoeLayer": "ops.moe_layer",
     "PackedExperts": "ops.packed_experts",
     "PackedWeight": "weight",

@@ -7,6 +7,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight as BlockQuantizedWeight
 from cupy_awq.block_weight import from_mnn as from_mnn
 from cupy_awq.block_weight import from_packed as from_packed
 from cupy_awq.checkpoint import CheckpointError as CheckpointError
+from cupy_awq.int8_linear import Int8Linear as Int8Linear
 from cupy_awq.linear import AwqLinear as AwqLinear
 from cupy_awq.loader import Checkpoint as Checkpoint
 from cupy_awq.loader import load as load

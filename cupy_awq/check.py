@@ -83,6 +83,8 @@ class WeightSpec(NamedTuple):
     """The dtype of the scales, float16 or bfloat16."""
     device: int
     """The device ordinal, or `HOST`."""
+    bits: int = 4
+    """The number of bits per code; the arrays of an 8-bit weight are those of `Int8Weight`."""
 
 
 class Product(NamedTuple):
@@ -306,19 +308,17 @@ def validate_activation(activation: Any) -> Activation:
     return Activation("clamp", (low, high))
 
 
-def out_features(n: int, activation: Activation) -> int:
+def out_features(n: int, activation: Activation, name: str = "qweight") -> int:
     """Return the number of columns of y for a weight of `n` columns: n, or n / 2 with a gated activation.
 
-    Raises ValueError if the activation is gated and n / 2 is not a multiple of 8.
+    Raises ValueError, which names the argument `name`, if the activation is gated and n / 2 is not a multiple of 8.
 
     >>> out_features(32, ACTIVATIONS["swiglu"])
     16
     """
-    if not activation.gated:
-        return n
-    if n % 16:
-        raise ValueError(f"qweight: expected N divisible by 16 for a gated activation, got N = {n}")
-    return n // 2
+    if activation.gated and n % 16:
+        raise ValueError(f"{name}: expected N divisible by 16 for a gated activation, got N = {n}")
+    return n // 2 if activation.gated else n
 
 
 def validate_product(
@@ -345,6 +345,8 @@ def validate_product(
     (3, 16)
     """
     element = validate_x(x, weight.k, dtype, weight.device)
+    if weight.bits == 8 and element != weight.dtype:
+        raise TypeError(f"x: expected {weight.dtype}, the dtype of the 8-bit layer, got {element}")
     bias_dtype = None if bias is None else validate_bias(bias, weight.n, element, weight.device)
     form = validate_activation(activation)
     shape = (*x.shape[:-1], out_features(weight.n, form))

@@ -11,15 +11,14 @@ import numpy as np
 from cupy_awq import check, check_scalar, overlap
 from cupy_awq.array_types import AnyActivation, ArrayT, CudaArray, LayerOptions
 from cupy_awq.check import Array
-from cupy_awq.kernels import select
+from cupy_awq.gemm_layer import GemmLayer
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N
 from cupy_awq.kernels.gemm.problem import Fusion, NextWeight
 from cupy_awq.ops import concatenation
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.gather_columns import ActivationOrder, gather_columns
-from cupy_awq.ops.prepared_gemm import PreparedGemm, gemm_problem, keep, run_gemm, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight, repack
-from cupy_awq.runtime import arrays, device, placement
+from cupy_awq.runtime import arrays, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
@@ -27,11 +26,8 @@ if TYPE_CHECKING:
 
     from cupy_awq.block_weight import BlockQuantizedWeight
 
-MAX_PREPARED = 256
-"""The largest number of GEMMs that a layer caches, one for each set of shapes, strides and dtypes of arguments."""
 
-
-class AwqLinear:
+class AwqLinear(GemmLayer):
     """A linear layer y = activation(x @ W + bias) with a `PackedWeight`, on the device of the weight.
 
     ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual. For x [..., K] in
@@ -78,20 +74,7 @@ class AwqLinear:
     array([6., 5.], dtype=float16)
     """
 
-    __slots__ = (
-        "_activation",
-        "_batch_invariant",
-        "_bias",
-        "_operand",
-        "_order",
-        "_pointers",
-        "_prefers_int8",
-        "_prepared",
-        "_quantized",
-        "_splits",
-        "_weight",
-        "_x_dtype",
-    )
+    __slots__ = ("_prefers_int8", "_quantized", "_splits", "_weight", "_x_dtype")
 
     def __init__(
         self,
@@ -116,7 +99,6 @@ class AwqLinear:
         self._bias = bias
         self._order = None if order is None else ActivationOrder.of(order, spec.k, spec.device)
         self._activation: Any = activation
-        self._prepared: dict[Any, PreparedGemm] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8", "auto")):
             raise ValueError(f"x_dtype: expected None, 'int8', 'fp8' or 'auto', got {x_dtype!r}")
         self._x_dtype = x_dtype
@@ -139,7 +121,7 @@ class AwqLinear:
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
-        self._pointers = () if spec.device == check.HOST else weight_pointers(self._operand, bias, self._order)
+        self._prepare()
 
     @classmethod
     def concatenate(
@@ -220,39 +202,14 @@ class AwqLinear:
         return self._weight
 
     @property
-    def bias(self) -> Array | None:
-        """The bias [N], or None without a bias."""
-        return self._bias
-
-    @property
-    def activation(self) -> Any:
-        """The activation as it was passed: a name, (low, high) or None."""
-        return self._activation
-
-    @property
     def x_dtype(self) -> str | None:
         """The dtype to which calls quantize x, "int8" or "fp8"; "auto"; or None if x is not quantized."""
         return self._x_dtype
 
     @property
-    def batch_invariant(self) -> bool:
-        """Whether the bits of each row of y are independent of the other rows of x and of their number."""
-        return self._batch_invariant
-
-    @property
     def order(self) -> Array | None:
         """The permutation of x, y = x[..., order] @ W, int32 [K]; None without one. Do not modify the array."""
         return None if self._order is None else self._order.columns
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape (K, N) of the weight; y of a gated layer has N/2 columns."""
-        return self._weight.shape
-
-    @property
-    def group_size(self) -> int:
-        """The number of rows of W per group; each column of a group has one scale."""
-        return self._weight.group_size
 
     @property
     def splits(self) -> tuple[int, ...]:
@@ -289,23 +246,7 @@ class AwqLinear:
         is_plain = residual is None and dtype is None
         if weight is not None and (self._x_dtype != "auto" or (is_plain and self._prefers_int8(x))):
             return self._multiply_quantized(weight, x, out, residual, dtype)
-        # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
-        key: Any
-        try:
-            key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
-            prepared = self._prepared.get(key)
-        except (AttributeError, ValueError, TypeError):  # arguments are not CuPy arrays, or dtype is not hashable
-            key = prepared = None
-        if prepared is not None:
-            y = prepared.run(x, residual, out, self._pointers)
-            if y is not None:
-                return y
-        options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        options |= {"batch_invariant": self._batch_invariant, "order": self._order, "constants": self._pointers}
-        y, prepared = run_gemm(x, self._operand, **options)
-        if prepared is not None and key is not None:
-            keep(self._prepared, key, prepared, MAX_PREPARED)
-        return y
+        return super().__call__(x, out=out, residual=residual, dtype=dtype)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
@@ -342,26 +283,11 @@ class AwqLinear:
         out: Array | tuple[int, ...] | None = None,
         dtype: Any = None,
     ) -> planning.Plan:
-        """Return a `Plan` of this layer for arguments of fixed shapes, strides and dtypes, with a workspace of its own.
-
-        The arguments have the same meaning as in `cupy_awq.plan`.
-
-        Raises:
-            TypeError, ValueError: an argument does not fit the weight, or the layer has an ``x_dtype``.
-
-        >>> import numpy as np
-        >>> import cupy_awq
-        >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
-        >>> layer.plan((2, 32)).shape
-        (2, 16)
-        """
         if self._x_dtype is not None:
             raise ValueError(
                 f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
             )
-        options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
-        options["batch_invariant"] = self._batch_invariant
-        return planning.make_plan(x, self._operand, self._order, residual, out, **options)
+        return super().plan(x, residual=residual, out=out, dtype=dtype)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
@@ -402,31 +328,9 @@ class AwqLinear:
         return planning.plan_prefetch(self._operand, gated=check.validate_activation(self._activation).gated)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
-        """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.
-
-        With ``x_dtype`` "int8" and "fp8", this is gemm_int8 and gemm_fp8; with "auto", the kernel for an x that is not
-        quantized.
-
-        Args:
-            m: the number of rows of x, at least 1.
-            dtype: the dtype of x.
-
-        >>> import numpy as np
-        >>> import cupy_awq
-        >>> AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)).kernel_for(8)
-        'numpy'
-        """
-        m = check_scalar.validate_integer(m, "m", 1)
-        element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
-        index = self._weight.spec.device
-        if index == check.HOST:
-            return "numpy"
-        if self._x_dtype in ("int8", "fp8"):
-            return f"gemm_{self._x_dtype}"
-        bias_dtype = None if self._bias is None else self._bias.dtype.name
-        fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}
-        problem = gemm_problem(self._operand, form, m, element, **fields)
-        return select.choose(problem, device.of(index)).name
+        is_quantized = self._x_dtype in ("int8", "fp8") and self._weight.spec.device != check.HOST
+        name = super().kernel_for(m, dtype)
+        return f"gemm_{self._x_dtype}" if is_quantized else name
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""

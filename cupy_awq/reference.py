@@ -158,7 +158,7 @@ def matmul_validated(
         multiply = multiply_rows if batch_invariant else np.matmul
         for rows, block in _blocks(weight, size, np.float32):
             total += multiply(rows_of_x[:, rows], block)
-    y = total.take(_orders(spec.n)[1], axis=1)
+    y = total if spec.bits == 8 else total.take(_orders(spec.n)[1], axis=1)
     if bias is not None and bias_dtype is not None:
         y += bias.view(bias_dtype)
     y = form(y).reshape(shape)
@@ -211,10 +211,18 @@ def _blocks(weight: PackedWeight, size: int, exact: type[np.floating[Any]]) -> I
     """Dequantize a weight in consecutive slices of rows; yield (rows, W[rows]).
 
     W[rows] has the dtype `exact` and its columns are in plane order. A slice has about `size` weights: whole groups, or
-    a part of one group.
+    a part of one group. The columns of an 8-bit weight are in column order.
     """
     qweight, scales, qzeros, spec = weight.qweight, weight.scales, weight.qzeros, weight.spec
     k, n, group_size = spec.k, spec.n, spec.group_size
+    if spec.bits == 8:
+        step = max(1, size // n)
+        for start in range(0, k, step):
+            some = slice(start, min(k, start + step))
+            group = np.arange(some.start, some.stop) // group_size
+            w = (qweight[:, some].T.astype(exact) - 128) * scales.T[group].astype(exact)
+            yield some, w if qzeros is None else w + qzeros.T[group].astype(exact)
+        return
     groups = k // group_size
     words = qweight.reshape(groups, group_size, n // 8)
     planes, _ = _orders(n)

@@ -95,7 +95,7 @@ class PackedWeight:
         return cupy_awq.gemm(x, self)
 
     def __repr__(self) -> str:
-        k, n, group_size, zeros, dtype, device = self.spec
+        k, n, group_size, zeros, dtype, device, _ = self.spec
         place = "" if device == check.HOST else f", GPU {device}"
         size = self.nbytes
         bytes_ = f"{size / 1e6:.2f} MB" if size >= 10_000 else f"{size} B"

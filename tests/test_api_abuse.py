@@ -53,8 +53,9 @@ def _calls() -> dict[str, Call]:
     weight = cupy_awq.quantize(np.eye(32, 16, dtype=F32), group_size=16)
     packed = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
     block = cupy_awq.from_packed(weight)
+    int8_block = BlockQuantizedWeight(np.ones((16, 1, 1, 32), np.uint8), np.ones((16, 2), F16), None, bits=8)
     x = np.ones((2, 32), F16)
-    layer = AwqLinear(weight)
+    layer, int8_layer = AwqLinear(weight), cupy_awq.Int8Linear(int8_block)
     codes, scale, offset, sums = cupy_awq.quantize_activations(x, block_size=16)
     epilogue = {"bias": np.ones(16, F16), "activation": "relu", "out": _out((2, 16), F16)}
     product = {**epilogue, "residual": np.ones((2, 16), F16), "dtype": "float16"}
@@ -96,6 +97,14 @@ def _calls() -> dict[str, Call]:
         "AwqLinear.split": Call(AwqLinear.concatenate(parts).split, {"y": np.ones((2, 32), F16)}, {}),
         "AwqLinear.kernel_for": Call(layer.kernel_for, {"m": 2}, {"dtype": "float16"}),
         "AwqLinear.plan": Call(layer.plan, {"x": x}, {k: product[k] for k in ("out", "residual", "dtype")}),
+        "Int8Linear": Call(
+            cupy_awq.Int8Linear,
+            {"weight": int8_block},
+            {"bias": np.ones(16, F16), "activation": "relu", "dtype": "float16", "batch_invariant": False},
+        ),
+        "Int8Linear()": Call(int8_layer, {"x": x}, {k: product[k] for k in ("out", "residual", "dtype")}),
+        "Int8Linear.plan": Call(int8_layer.plan, {"x": x}, {k: product[k] for k in ("out", "residual", "dtype")}),
+        "Int8Linear.kernel_for": Call(int8_layer.kernel_for, {"m": 2}, {"dtype": "float16"}),
         "quantize": Call(
             cupy_awq.quantize, {"w": np.ones((32, 16), F32)}, {"group_size": 16, "symmetric": False, "bits": 4}
         ),

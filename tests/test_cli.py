@@ -277,6 +277,7 @@ def test_demo_text_has_a_line_for_each_and_aligned_columns(capsys: pytest.Captur
     ("argv", "flops", "others"),
     [
         (["gemm_int8", "64x16", "--group-size", "32", "--m", "1,9"], 2 * 64 * 16, {"quantize", "W4A16", "fp16"}),
+        (["int8_linear", "64x16", "--group-size", "32", "--m", "1,9"], 2 * 64 * 16, {"fp16"}),
         (["conv2d", "8x16", "--image", "5", "--window", "1", "--m", "1,2"], 2 * 25 * 8 * 16, {"INT8 weights"}),
     ],
 )
@@ -340,7 +341,10 @@ def test_explain_prints_the_table_as_json(options: list[str], capsys: pytest.Cap
         assert case["notes"][0].startswith(("work", "modelled parts", "chosen"))
 
 
-@pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90")])
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90"), ("int8_linear", "gemm_mma_fragments")],
+)
 def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "explain", "4096x4096", "--op", op, "--m", "1024", "--arch", "90")
     assert f"-> {kernel} " in text

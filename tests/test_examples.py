@@ -20,6 +20,7 @@ EXAMPLES = {
     "chat.py": "Paris",
     "convert_checkpoint.py": "equal bits True",
     "convolve_mnn_weight.py": "-> y (2, 32, 14, 14) float16",
+    "multiply_int8_weight.py": "-> y (3, 128) float16, error 0.",
     "exchange_arrays.py": "out filled in place: True",
     "explain_kernels.py": "-> gemm_sm90",
     "fuse_epilogue.py": "silu(x @ gate) * (x @ up): (4, 512)",

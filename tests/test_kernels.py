@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
+from cupy_awq.check import HOST, WeightSpec
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, Strides
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, INT8_ROWS, Problem, Strides
 from cupy_awq.kernels.registry import FAMILIES
+from cupy_awq.ops.int8_weight import Int8Weight
 from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -120,13 +122,34 @@ def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.
     return stream
 
 
+def random_int8_weight(rng: np.random.Generator, problem: Problem) -> tuple[Int8Weight, np.ndarray]:
+    """Return a random 8-bit weight in the problem's layout, and its values, float64 [K, N]."""
+    k, n, dtype = problem.k, problem.n, DTYPES[problem.dtype]
+    groups = -(-k // problem.group_size)
+    codes = rng.integers(0, 256, (n, k), dtype=np.uint8)
+    scales = (rng.uniform(0.5, 1.5, (n, groups)) / (64 * np.sqrt(k))).astype(dtype)
+    offsets = None if problem.zeros == "symmetric" else (rng.normal(0, 40, scales.shape) * scales).astype(dtype)
+    spec = WeightSpec(k, n, problem.group_size, problem.zeros, dtype, HOST, bits=8)
+    weight = Int8Weight(spec, codes, scales, offsets)
+    group = np.arange(k) // problem.group_size
+    w = (codes.astype(np.float64) - 128) * scales.astype(np.float64)[:, group]
+    w += 0 if offsets is None else offsets.astype(np.float64)[:, group]
+    return weight if INT8_ROWS in problem.layouts else weight.in_fragments(), w.T
+
+
 def check_matmul(
     run: Run, problem: Problem, family: AnyFamily, config: Config, facts: device.Device, seed: int, pad: int = 0
 ) -> None:
     """Launch one configuration on random data, with NaN wherever it must write, and check y."""
     rng = np.random.default_rng(seed)
     dtype, scales_dtype = DTYPES[problem.dtype], DTYPES[problem.scales_dtype]
-    weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
+    weight: PackedWeight
+    if problem.bits == 8:
+        weight, w = random_int8_weight(rng, problem)
+        problem = replace(problem, scale_exponent=weight.scale_exponent)
+    else:
+        weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
+        w = float64_weight(weight.qweight, weight.scales, weight.qzeros)
     x = random_activations(rng, problem.m, problem.k, dtype=dtype)
     stream = residual_stream(problem, rng)
     order = rng.permutation(problem.k) if problem.gathers_x else np.arange(problem.k)
@@ -135,7 +158,9 @@ def check_matmul(
     if problem.bias_dtype:
         bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype])
     residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
-    repacked = repack(run, problem, weight, facts) if FRAGMENTS in problem.layouts else None
+    repacked = weight.repacked if isinstance(weight, Int8Weight) else None
+    if FRAGMENTS in problem.layouts:
+        repacked = repack(run, problem, weight, facts)
     partial_bytes, counters = family.workspace(config, problem)
 
     def spaced(a: np.ndarray) -> np.ndarray:
@@ -143,9 +168,7 @@ def check_matmul(
 
     arrays = {
         "x": spaced(x),
-        "qweight": spaced(weight.qweight),
-        "scales": spaced(weight.scales),
-        "qzeros": None if weight.qzeros is None else spaced(weight.qzeros),
+        **{name: None if a is None or problem.bits == 8 else spaced(a) for name, a in weight.tensors.items()},
         "residual": None if residual is None else spaced(residual),
         "y": spaced(np.full((problem.m, n_out), np.nan, dtype)),
     }
@@ -160,10 +183,12 @@ def check_matmul(
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partial_bytes // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
     given = {name: None if a is None else a.astype(np.float64) for name, a in stream.items()}
+    if problem.bits == 8:
+        arrays |= weight.tensors
     operands = {**arrays, **stream, "bias": bias, "weight": repacked, "order": order.astype(np.uint16), **scratch}
     run(family.plan(config, problem, facts), operands)
     y = arrays["y"].astype(np.float64)
-    w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)[:, order]
+    x = x.astype(np.float64)[:, order]
     if problem.rms_norms_x:
         inverse_rms = 1 / np.sqrt(given["square_sums"].sum(1) / problem.k + problem.fusion.eps)
         np.testing.assert_allclose(stream["inverse_rms"], inverse_rms, rtol=1e-5)

@@ -158,9 +158,12 @@ def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
     codes_int8, ones = copy(codes.view(np.int8)), copy(np.ones(16, np.float32))
     images = copy(rng.standard_normal((2, 8, 6, 6)).astype(np.float16))
     out = copy(np.zeros((3, 64), np.float16))
+    int8_codes = copy(rng.integers(0, 256, (64, 1, 1, 128), np.uint8))
+    int8_weight = cupy_awq.BlockQuantizedWeight(int8_codes, copy(np.ones((64, 1), np.float16)), None, bits=8)
+    int8_layer = cupy_awq.Int8Linear(int8_weight)
 
     def call() -> list[bytes]:
-        results = [operation(x) for x in rows for operation in (layer, whole, *quantized)]
+        results = [operation(x) for x in rows for operation in (layer, whole, int8_layer, *quantized)]
         residual = copy(np.ones((len(rows[2]), 64), np.float16))
         results += [cupy_awq.gemm(rows[2], weight.qweight, weight.scales, weight.qzeros, residual=residual)]
         results += [cupy_awq.dequantize(weight.qweight, weight.scales, weight.qzeros), plan(rows[1], out)]

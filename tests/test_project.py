@@ -22,7 +22,7 @@ import pytest
 import cupy_awq
 from cupy_awq.kernels.family import AnyFamily, KernelProblem
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, INT8_ROWS, Problem
 from cupy_awq.kernels.gemm.repack import Repacking
 from cupy_awq.kernels.registry import FAMILIES_OF
 from cupy_awq.runtime import device
@@ -36,7 +36,7 @@ PEERS = ROOT / "tests" / "peers"
 ORDER = (
     "__init__ atomic sandbox activation check_scalar overlap check array_types packing weight block_weight reference"
     " block_check block_reference expert_check expert_reference checkpoint runtime kernels ops quantization"
-    " quantizer linear loader saver llm serve tools __main__"
+    " quantizer gemm_layer linear int8_linear loader saver llm serve tools __main__"
 ).split()
 """The layers, the lowest first. A module imports from its own layer and from lower ones.
 
@@ -247,7 +247,8 @@ def example_problems(kind: type[KernelProblem]) -> list[KernelProblem]:
     if kind is not Problem:
         return list(kind.common_problems())
     rows = [Problem(m, 128, 1024, 128, layouts=layouts) for m in (1, 16, 64) for layouts in ((AWQ,), (AWQ, FRAGMENTS))]
-    return [*rows, Problem(16, 128, 1024, 128, layouts=(FRAGMENTS,), batch_invariant=True)]
+    invariant = Problem(16, 128, 1024, 128, layouts=(FRAGMENTS,), batch_invariant=True)
+    return [*rows, invariant, Problem(16, 128, 1024, 128, zeros="symmetric", layouts=(INT8_ROWS,))]
 
 
 def sources_of(kind: type[KernelProblem], family: AnyFamily) -> set[str]:

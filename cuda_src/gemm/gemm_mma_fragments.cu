@@ -2,6 +2,7 @@
 // GEMM on the repacked weight with mma, for any M.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
+//   or, with BITS = 8,                         ((q[k, n] - 128) * s[k / group_size, n] + o[k / group_size, n])
 //
 //   weight         the repacked layout of repacked_layout.cuh
 //   bias           BIAS [n] or null
@@ -39,7 +40,7 @@
 
 static_assert(__CUDA_ARCH__ >= (ASYNC ? 800 : 750), "gemm_mma_fragments needs sm_75, and sm_80 for cp.async");
 
-struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
+struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS, BITS>,
                 EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>,
                 FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT> {
   using T = X;  // type of x, the residual and y

@@ -11,7 +11,7 @@
 // How a warp computes the products of a group:
 //   kExact    operand A is q - z (ExactCodes); the float32 sums of a group, or of a stage if this is shorter, are
 //             multiplied by the group's scale, so that no product is rounded
-//   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes)
+//   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes); the only choice for 8-bit codes
 // Operand A is normal in both. Tensor cores align products by the exponents of their operands, that of a
 // subnormal q * 2^-24 as if it were 2^-14, and cut off the same number of bits below: up to 10 bits of precision less.
 enum class Math { kExact, kScaled };
@@ -37,13 +37,16 @@ template <class Host> struct GemmMmaFragments : Host {
 
   // Whether operand A is multiplied by the scales, rounded, before the product.
   static constexpr bool kScalesWeight = Host::kMath != Math::kExact;
+  // Number of 16-byte vectors that hold a lane's codes of 16 columns x 64 k.
+  static constexpr int kCodeVectors = Host::kBits / 4;
 
   static_assert(Host::kStageK == 64 || Host::kStageK == 128, "a stage is a weight tile or half of one");
   static_assert(kM8Tiles == 1 || Host::kBlockM % 16 == 0, "ldmatrix loads 16 rows of x at a time");
   static_assert(Host::kXRows == Host::kBlockM || (kM8Tiles == 1 && Host::kXRows < 8),
                 "only few rows are fewer than those of a tile");
   static_assert(!Host::kGated || kTileColumns % 2 == 0, "half of the tile columns are the gate projection");
-  static_assert(Host::kZeros != Zeros::kOffset, "offsets are not added");
+  static_assert(Host::kBits == 8 ? kScalesWeight : Host::kZeros != Zeros::kOffset,
+                "8-bit codes are scaled before the product; offsets are not added to 4-bit codes");
   static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
   static_assert(Host::kAsync || Host::kStages == 2, "copies through registers fill the other one of two stages");
   static_assert(!Host::kAddsToStream || (!Host::kGated && !Host::kHasResidual && Host::kAligned),
@@ -53,7 +56,7 @@ template <class Host> struct GemmMmaFragments : Host {
   //   x        [k64 part][row][64], swizzled (hopper/swizzle.cuh)
   //   weight   [tile column]: the stage's codes of a weight tile, then its groups (repacked_layout.cuh)
   static constexpr int kXStageBytes = Host::kXRows * Host::kStageK * 2;
-  static constexpr int kStageCodeBytes = kCodeBytes / kParts;
+  static constexpr int kStageCodeBytes = Host::kTileCodeBytes / kParts;
   static constexpr int kPartBytes = kStageCodeBytes + kStageGroups * Host::kGroupBytes;
   static constexpr int kStageBytes = ceil_div(kXStageBytes + kTileColumns * kPartBytes, 128) * 128;
 

@@ -104,7 +104,7 @@ template <class C> class Copies {
       for (int i = 0; i < kCodeVectors; ++i) {
         copy(first + i, target + i * 512, source + PART * C::kStageCodeBytes + i * 512, true);
       }
-      constexpr int kGroupsBegin = kCodeBytes + (C::kGroups > 1 ? PART * C::kStageGroups * C::kGroupBytes : 0);
+      constexpr int kGroupsBegin = C::kTileCodeBytes + (C::kGroups > 1 ? PART * C::kStageGroups * C::kGroupBytes : 0);
 #pragma unroll
       for (int i = 0; i < kGroupVectors; ++i) {
         if (i * 512 + static_cast<int>(threadIdx.x % 32) * 16 >= C::kStageGroups * C::kGroupBytes) continue;

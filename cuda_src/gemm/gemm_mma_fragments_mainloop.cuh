@@ -36,9 +36,10 @@ template <class C> struct GroupOperands {
       scales[1] = group.scale(1);
     }
   }
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
-    if constexpr (C::kMath == Math::kExact) ExactCodes<T>::convert(a, word, zeros);
-    if constexpr (C::kMath == Math::kScaled) scaled.convert(a, word);
+  // Converts the eight codes of a step: a word of 4-bit codes, or two words of 8-bit codes.
+  template <class Words> __device__ __forceinline__ void convert(uint32_t (&a)[4], const Words& words) const {
+    if constexpr (C::kMath == Math::kExact) ExactCodes<T>::convert(a, words, zeros);
+    if constexpr (C::kMath == Math::kScaled) scaled.convert(a, words);
   }
   // Returns the factor by which the epilogue multiplies the accumulators.
   static __device__ __forceinline__ float unit(float result_factor) {
@@ -158,8 +159,11 @@ template <class C> class MainLoop {
     for (int k64 = 0; k64 < C::kK64Parts; ++k64) {
 #pragma unroll
       for (int i = 0; i < C::kN16Tiles; ++i) {
-        const int offset = i / 2 * C::kPartBytes + (k64 * 2 + i % 2) * 512;
-        ptx::ld_shared(words_[k64][i].values, codes_ + stage + offset);
+#pragma unroll
+        for (int v = 0; v < C::kCodeVectors; ++v) {
+          const int offset = i / 2 * C::kPartBytes + ((k64 * 2 + i % 2) * C::kCodeVectors + v) * 512;
+          ptx::ld_shared(words_[k64][i][v].values, codes_ + stage + offset);
+        }
       }
     }
   }
@@ -190,7 +194,13 @@ template <class C> class MainLoop {
   __device__ __forceinline__ void convert(int step) {
 #pragma unroll
     for (int i = 0; i < C::kN16Tiles; ++i) {
-      operands_[i].convert(a_[step % 2][i], words_[step / 4][i].values[step % 4]);
+      if constexpr (C::kBits == 4) {
+        operands_[i].convert(a_[step % 2][i], words_[step / 4][i][0].values[step % 4]);
+      } else {
+        const uint32_t* words = words_[step / 4][i][step / 2 % 2].values + step % 2 * 2;
+        const uint32_t pair[2] = {words[0], words[1]};
+        operands_[i].convert(a_[step % 2][i], pair);
+      }
     }
   }
   template <int TURN> __device__ __forceinline__ void multiply(Accumulators<C>& accumulators) {
@@ -241,7 +251,7 @@ template <class C> class MainLoop {
   typename ScaledCodes<T, C>::Factor factor_;
   // Shared addresses of what this lane reads in stage 0: codes, scales, zero points, x.
   uint32_t codes_, scales_, zeros_, x_;
-  Vector<uint32_t, 4> words_[C::kK64Parts][C::kN16Tiles];
+  Vector<uint32_t, 4> words_[C::kK64Parts][C::kN16Tiles][C::kCodeVectors];
   Group<C> groups_[C::kN16Tiles];
   GroupOperands<C> operands_[C::kN16Tiles];
   uint32_t a_[2][C::kN16Tiles][4];

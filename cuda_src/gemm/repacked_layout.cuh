@@ -20,6 +20,13 @@
 //           uint8 [8 of g][2: columns g, g + 8]; or then, with offsets (ZEROS = kOffset, SCALE = X), SCALE [8 of g][2]:
 //           W[k, n] = (q[k, n] - 8) * s + o
 //
+// A weight of 8-bit codes (BITS = 8, offsets or no zero points, SCALE = X) has the same tiles and groups, and
+//
+//   codes   uint32 [2 of k64][2 of 16 columns][2 of k32][32 lanes][2 of k16][2]: the first word of a pair holds
+//           registers i = 0 and 1, the second word i = 2 and 3. The bytes of a word are the first values of both
+//           registers, then the second values, as unpack_bytes expects.
+//           W[k, n] = (q[k, n] - 128) * s + o
+//
 // GROUPS is the number of groups per weight tile, 128 / group_size. If a group spans several weight tiles, GROUPS is 1
 // and each of the tiles has a copy of the scales and zero points. Columns past n and rows past k have codes and scales
 // of zero.
@@ -28,7 +35,7 @@
 #pragma once
 
 #include "common/mma.cuh"
-#include "dequantize/int4.cuh"
+#include "dequantize/unpack_bytes.cuh"
 #include "ptx/ld_shared.cuh"
 
 constexpr int kWeightTileN = 32;
@@ -36,16 +43,19 @@ constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
 
 // The layout as constants of the host: RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>. A kernel's Config inherits it.
-template <class ScaleType, Zeros kZeroPoints, int kGroupCount> struct RepackedLayout {
+template <class ScaleType, Zeros kZeroPoints, int kGroupCount, int kCodeBits = 4> struct RepackedLayout {
   using Scale = ScaleType;
+  static constexpr int kBits = kCodeBits;
+  static constexpr int kTileCodeBytes = kWeightTileN * kWeightTileK * kBits / 8;
   static constexpr Zeros kZeros = kZeroPoints;
   static constexpr int kGroups = kGroupCount;
   // The size in bytes of scales and zero points, or of scales and offsets, of 16 columns.
   static constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : kZeros == Zeros::kOffset ? 64 : 32;
   static constexpr int kGroupBytes = 2 * kHalfGroupBytes;
-  static constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
+  static constexpr int kWeightTileBytes = kTileCodeBytes + kGroups * kGroupBytes;
 
   static_assert(sizeof(Scale) == 2, "scales are 16-bit values");
+  static_assert(kBits == 4 || (kBits == 8 && kZeros != Zeros::kPacked), "8-bit codes have offsets or no zero points");
 };
 
 // The global addresses of a CTA's weight tiles, indexed relative to the CTA's first tile column and k tile. An index
@@ -163,6 +173,16 @@ template <class C> struct ScaledCodes<half_t, C> {
       a[2 * upper + 1] = scale<1>(Codes<half_t>::high(part, ptx::twice<1>(highs)));
     }
   }
+  // Converts eight 8-bit codes.
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], const uint32_t (&words)[2]) const {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      uint32_t pairs[2];
+      unpack_bytes<half_t>(pairs, words[upper]);
+      a[2 * upper] = scale<0>(pairs[0]);
+      a[2 * upper + 1] = scale<1>(pairs[1]);
+    }
+  }
 
  private:
   template <int UPPER> __device__ __forceinline__ uint32_t scale(uint32_t pair) const {
@@ -214,6 +234,18 @@ template <class C> struct ScaledCodes<bfloat16_t, C> {
     for (int upper = 0; upper < 2; ++upper) {
       scale<0>(a[2 * upper]);
       scale<1>(a[2 * upper + 1]);
+    }
+  }
+  // Converts eight 8-bit codes.
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], const uint32_t (&words)[2]) const {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      uint32_t pairs[2];
+      unpack_bytes<bfloat16_t>(pairs, words[upper]);
+      scale<0>(pairs[0]);
+      scale<1>(pairs[1]);
+      a[2 * upper] = pairs[0];
+      a[2 * upper + 1] = pairs[1];
     }
   }
 

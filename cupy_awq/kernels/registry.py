@@ -39,6 +39,7 @@ from cupy_awq.kernels.gemm.gemm_simt import GEMM_SIMT
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
 from cupy_awq.kernels.gemm.gemm_sm90_raw import GEMM_SM90_RAW
+from cupy_awq.kernels.gemm.gemm_w8a16_simt import GEMM_W8A16_SIMT
 from cupy_awq.kernels.gemm.gemv import GEMM_SMALL, GEMV
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.gemm.repack import REPACK, Repacking
@@ -61,6 +62,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
         GEMM_SM75,
         GEMM_SM80,
         GEMM_MMA_FRAGMENTS,
+        GEMM_W8A16_SIMT,
         GEMM_SM90_RAW,
         GEMM_SM90,
         GEMM_SM90_LARGE,

@@ -122,7 +122,7 @@ class PackedExperts:
         return self.form._replace(layout=AWQ)
 
     def __repr__(self) -> str:
-        experts, (k, n, group_size, zeros, dtype, index) = self.spec
+        experts, (k, n, group_size, zeros, dtype, index, _) = self.spec
         place = "" if index == check.HOST else f", GPU {index}"
         return f"PackedExperts(E={experts}, K={k}, N={n}, group_size={group_size}, {dtype}, {zeros} zeros{place})"
 

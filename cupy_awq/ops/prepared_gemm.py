@@ -13,7 +13,7 @@ from cupy_awq import check, check_scalar, overlap, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels.gemm import gather_columns
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem, Strides
+from cupy_awq.kernels.gemm.problem import Problem, Strides
 from cupy_awq.kernels.registry import FAMILIES_OF
 from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.ops.gather_columns import ActivationOrder, prepare_gather
@@ -194,7 +194,7 @@ def gemm_problem(
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
-            "layouts": (AWQ, FRAGMENTS) if weight.has_original else (FRAGMENTS,),
+            "layouts": weight.layouts,
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,
         }

@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
-from cupy_awq.kernels.gemm.problem import FRAGMENTS
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launcher import launch
 from cupy_awq.weight import PackedWeight
@@ -46,6 +46,11 @@ class RepackedWeight(PackedWeight):
     def has_original(self) -> bool:
         """Whether the weight still has its arrays in the AWQ layout."""
         return self.qweight is not None
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The field of `Problem` with this name."""
+        return (AWQ, FRAGMENTS) if self.has_original else (FRAGMENTS,)
 
     def without_original(self) -> RepackedWeight:
         """Return the weight without the arrays in the AWQ layout, which are freed unless referenced elsewhere."""

@@ -295,7 +295,7 @@ def _bench(args: argparse.Namespace) -> int:
         return _bench_model(args)
     op = check_operation(args, "bench")
     refuse(args, "bench: an operation", "layers")
-    if op != "gemm":
+    if op not in ("gemm", "int8_linear"):
         refuse(args, f"bench: --op {op}", "dtype")
     if args.kernel and args.batch_invariant:
         raise ValueError("bench: expected --kernel or --batch-invariant, got both")

@@ -129,7 +129,7 @@ def touched_bytes(rows: int, settings: Settings, shape: Shape) -> int:
 def typical_problems(op: str, shape: Shape, m: int, settings: Settings, gpu: Device) -> list[KernelProblem]:
     """Return the problem of an operation other than "gemm", or those of the launches of a "moe", for `explain`."""
     if op not in OPERATIONS:
-        return [operations.typical_problem(op, shape, m, settings)]
+        return [operations.typical_problem(op, shape, m, settings, gpu)]
     OPERATIONS[op].check(shape, settings)
 
     def form(k: int, n: int) -> ExpertForm:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
 
 DTYPES = ("float16", "bfloat16", "float32")
-OPS = ("gemm", "gemm_int8", "conv2d", "gemm_grouped", "moe")
+OPS = ("gemm", "gemm_int8", "int8_linear", "conv2d", "gemm_grouped", "moe")
 OPERATION_OPTIONS = ("op", "dtype", "group_size", "image", "window", "experts", "top_k")
 """The options of an operation on random weights, which do not apply to a --model."""
 
@@ -27,13 +27,17 @@ def add_operation(parser: argparse.ArgumentParser, nargs: str, ms: str) -> None:
     )
     parser.add_argument("--m", metavar="M,M,...", type=_parse_counts, help=f"rows of x (default: {ms})")
     parser.add_argument(
-        "--group-size", metavar="G", type=int, help="gemm, gemm_int8: rows of W per group, -1 for K (default: 128)"
+        "--group-size",
+        metavar="G",
+        type=int,
+        help="GEMMs: rows of W per group, -1 for K (default: 128)",
     )
     parser.add_argument(
         "--op",
         choices=OPS,
-        help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images;"
-        " gemm_grouped: M rows sorted by expert; moe: KxN is hidden size x width of an expert, M is the tokens",
+        help="gemm (default); gemm_int8 (W4A8); int8_linear (W8A16); conv2d: KxN is input x output channels, M is the"
+        " number of images; gemm_grouped: M rows sorted by expert; moe: KxN is hidden size x width of an expert, M is"
+        " the tokens",
     )
     parser.add_argument("--image", metavar="S", type=int, help="conv2d: S x S pixels (default: 56)")
     parser.add_argument("--window", metavar="S", type=int, help="conv2d: S x S filter (default: 3)")

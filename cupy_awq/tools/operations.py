@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -20,8 +20,12 @@ import numpy as np
 from cupy_awq import check_scalar, reference
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
+from cupy_awq.gemm_layer import GemmLayer
+from cupy_awq.int8_linear import Int8Linear
 from cupy_awq.kernels.conv2d.problem import nhwc_problem
 from cupy_awq.kernels.family import KernelProblem
+from cupy_awq.kernels.gemm.gemm_mma_fragments import GEMM_MMA_FRAGMENTS
+from cupy_awq.kernels.gemm.problem import INT8_FRAGMENTS, INT8_ROWS, Problem
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.linear import AwqLinear
 from cupy_awq.ops.conv2d import conv2d
@@ -145,7 +149,7 @@ class Gemm:
         check_scalar.validate_group_size(k, settings.group_size)
 
     @functools.cached_property
-    def _layers(self) -> list[AwqLinear]:
+    def _layers(self) -> list[GemmLayer]:
         return [AwqLinear(weight, batch_invariant=self._settings.batch_invariant) for weight in self._copies]
 
     @functools.cached_property
@@ -154,7 +158,9 @@ class Gemm:
 
     @functools.cached_property
     def _fp16(self) -> Fp16:
-        return Fp16(self._first, self._settings.device)
+        weight = self._first
+        w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float16)
+        return Fp16(w, self._settings.device)
 
     def _x(self, m: int) -> Array:
         x = testing.random_activations(np.random.default_rng(m), m, self._k, dtype=DTYPES[self._settings.dtype])
@@ -222,6 +228,44 @@ class GemmInt8(Gemm):
         }
 
 
+class Int8Gemm(Gemm):
+    """The GEMM x [M, K] @ W [K, N] by `Int8Linear`: 8-bit weights, activations of 16 or 32 bits."""
+
+    def __init__(self, shape: Shape, settings: Settings) -> None:
+        self._k, self._n = shape
+        self._settings = settings
+        self.label = f"{self._k}x{self._n}"
+        size = check_scalar.validate_group_size(self._k, settings.group_size)
+        rng = np.random.default_rng(0)
+        self._codes = rng.integers(0, 256, (self._n, 1, 1, self._k), np.uint8)
+        self._scale = (rng.uniform(0.5, 1.5, (self._n, self._k // size)) / (64 * math.sqrt(self._k))).astype(np.float16)
+        self.weight = f"INT8, group size {size}"
+
+    @functools.cached_property
+    def _layers(self) -> list[GemmLayer]:
+        codes, scale = (placement.to_device(a, self._settings.device) for a in (self._codes, self._scale))
+        weight = BlockQuantizedWeight(codes, scale, None, bits=8)
+        copies = cold_copies(weight.nbytes, self._settings.device)
+        return [Int8Linear(weight, dtype=self._settings.dtype) for _ in range(copies)]
+
+    def calls(self, m: int) -> list[Call]:
+        x = self._x(m)
+        y = namespace(x).empty((m, self._n), x.dtype)
+        if not self._settings.cached:
+            return [functools.partial(run_gemm, x, layer._operand, out=y) for layer in self._layers]
+        return [functools.partial(layer, x, out=y) for layer in self._layers]
+
+    def nbytes(self, m: int) -> int:
+        itemsize = int(DTYPES[self._settings.dtype].itemsize)
+        return int(self._codes.nbytes + self._scale.nbytes) + m * (self._k + self._n) * itemsize
+
+    @functools.cached_property
+    def _fp16(self) -> Fp16:
+        size = self._k // self._scale.shape[1]
+        w = (self._codes.reshape(self._n, -1).T.astype(np.float16) - 128) * self._scale.T.repeat(size, axis=0)
+        return Fp16(w, self._settings.device)
+
+
 class Conv2d:
     """A 2-D convolution with a 4-bit weight, Ci to Co channels, over float16 NHWC images; stride 1, padding "same"."""
 
@@ -282,26 +326,35 @@ class Conv2d:
         return {"INT8 weights": timing.time_calls(self._calls(m, 8), self._settings.device)}
 
 
-def typical_problem(op: str, shape: Shape, m: int, settings: Settings) -> KernelProblem:
-    """Return the problem of a "gemm_int8" or "conv2d" with contiguous arrays, which `explain` uses without a GPU."""
+def typical_problem(op: str, shape: Shape, m: int, settings: Settings, gpu: devices.Device) -> KernelProblem:
+    """Return the problem of an operation with contiguous arrays, which `explain` uses without a GPU."""
     OPERATIONS[op].check(shape, settings)
     if op == "conv2d":
         return nhwc_problem(m, settings.image, *shape, settings.window)
     k, n = shape
     block_size = check_scalar.validate_group_size(k, settings.group_size)
-    return Int8Problem(m, n, k, block_size, 4, False, True, settings.dtype, zero_points=True)
+    if op == "gemm_int8":
+        return Int8Problem(m, n, k, block_size, 4, False, True, settings.dtype, zero_points=True)
+    form = (k, block_size, settings.dtype, settings.dtype, "symmetric")
+    tensor_cores = Problem(m, n, *form, layouts=(INT8_FRAGMENTS,))
+    is_readable = GEMM_MMA_FRAGMENTS.refusal(tensor_cores, gpu) is None
+    return tensor_cores if is_readable else replace(tensor_cores, layouts=(INT8_ROWS,))
 
 
-OPERATIONS: dict[str, type[Operation]] = {"gemm": Gemm, "gemm_int8": GemmInt8, "conv2d": Conv2d}
+OPERATIONS: dict[str, type[Operation]] = {
+    "gemm": Gemm,
+    "gemm_int8": GemmInt8,
+    "int8_linear": Int8Gemm,
+    "conv2d": Conv2d,
+}
 
 
 class Fp16:
     """The float16 baseline: cupy.matmul, with copies of the dequantized weight that are cold in L2."""
 
-    def __init__(self, weight: PackedWeight, device: int) -> None:
+    def __init__(self, w: Array, device: int) -> None:
         import cupy
 
-        w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float16)
         dense = placement.to_device(w, device)
         self._weights = [cupy.array(dense) for _ in range(cold_copies(w.nbytes, device))]
 

@@ -6,12 +6,14 @@ python -m tests.tools.operator_table
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 from cupy_awq.kernels.conv2d.problem import Convolution
 from cupy_awq.kernels.dequantize.int_to_fp16 import Conversion
 from cupy_awq.kernels.family import AnyFamily
-from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, INT8_FRAGMENTS, INT8_ROWS, Problem
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
@@ -28,11 +30,13 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_mma_fragments": "test_mma_repacked.py::test_any_problem, test_every_tile",
+    "gemm_w8a16_simt": "test_int8_linear.py::test_any_problem_on_cuda_cores",
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
     "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion,"
     " test_any_problem_whose_kernel_gathers_x",
     "gemm_sm90_large": "test_repacked_kernels.py::test_persistent_ctas_with_stream_k",
 }
+INT8_TILES = "test_int8_linear.py::test_any_problem_on_tensor_cores, test_every_tile"
 
 
 class Operation(NamedTuple):
@@ -93,24 +97,30 @@ def table() -> str:
         f"| operation: kernels | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
     ]
-    for name, family in FAMILIES_OF[Problem].items():
-        rows = [m for m in (1, 2, 16, 17, 33) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
+    forms = ("gemm", ((AWQ,), (AWQ, FRAGMENTS))), ("Int8Linear", ((INT8_ROWS,), (INT8_FRAGMENTS,)))
+    for (operation, layouts), (name, family) in itertools.product(forms, FAMILIES_OF[Problem].items()):
+        legal = functools.partial(_legal, family, layouts)
+        rows = [m for m in (1, 2, 16, 17, 33) if any(legal(m, arch, "float16") for arch in PATHS)]
+        if not rows:
+            continue
         span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16", (33,): "33 and more"}.get(tuple(rows), "any")
         cells = [
-            " ".join(short for dtype, short in DTYPES.items() if _legal(family, rows[0], arch, dtype)) or "-"
-            for arch in PATHS
+            " ".join(short for dtype, short in DTYPES.items() if legal(rows[0], arch, dtype)) or "-" for arch in PATHS
         ]
-        lines.append(f"| `gemm`: `{name}` | {span} | {' | '.join(cells)} | `{TESTS[name]}` |")
-    for name, operation in OTHERS.items():
-        families = "" if operation.problem is None else f": `{', '.join(FAMILIES_OF[operation.problem])}`"
-        cells = [operation.dtypes if arch >= operation.first_path else "-" for arch in PATHS]
-        lines.append(f"| `{name}`{families} | {operation.rows} | {' | '.join(cells)} | `{operation.test}` |")
+        test = INT8_TILES if (operation, name) == ("Int8Linear", "gemm_mma_fragments") else TESTS[name]
+        lines.append(f"| `{operation}`: `{name}` | {span} | {' | '.join(cells)} | `{test}` |")
+    for name, other in OTHERS.items():
+        families = "" if other.problem is None else f": `{', '.join(FAMILIES_OF[other.problem])}`"
+        cells = [other.dtypes if arch >= other.first_path else "-" for arch in PATHS]
+        lines.append(f"| `{name}`{families} | {other.rows} | {' | '.join(cells)} | `{other.test}` |")
     return "\n".join(lines)
 
 
-def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
-    """Return whether a kernel family supports M rows on some GPU of this architecture, in either weight layout."""
-    problems = (Problem(m, 256, 256, 64, dtype, layouts=(AWQ, FRAGMENTS)[: 1 + repacked]) for repacked in (False, True))
+def _legal(family: AnyFamily, layouts: tuple[tuple[str, ...], ...], m: int, arch: int, dtype: str) -> bool:
+    """Return whether a kernel family supports M rows on a GPU of this architecture, in any of the weight layouts."""
+    is_int8 = AWQ not in layouts[0]
+    form = (dtype, "symmetric") if is_int8 else ("float16", "packed")
+    problems = (Problem(m, 256, 256, 64, dtype, *form, layouts=some) for some in layouts)
     return any(family.refusal(problem, device.nominal(arch)) is None for problem in problems)
 
 

@@ -22,10 +22,9 @@ from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M
 from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_config import GemmSm90Config
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE, GemmSm90LargeConfig
-from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
+from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem, Strides
 from cupy_awq.kernels.hopper import HOPPER
-from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -79,7 +78,7 @@ def refusal(problem: Convolution, device: Device) -> str | None:
         return "needs y in NHWC with pixels at multiples of 16 bytes"
     if sizes.pixels < ROUNDED_MIN_M:
         return f"needs {ROUNDED_MIN_M} pixels of y, not {sizes.pixels}"
-    # The layout refuses float offsets because the kernel `repack` does not support them; `_repacked` does.
+    # The layout refuses float offsets because the kernel `repack` does not support them; `arrange` does.
     return replace(FragmentLayout.of(gemm_problem(problem)), zeros="symmetric").refusal()
 
 
@@ -114,36 +113,12 @@ def plan(config: GemmConfig, problem: Convolution, device: Device) -> LaunchPlan
 def prepare_weight(weight: BlockQuantizedWeight, config: GemmConfig, problem: Convolution) -> dict[str, Array | None]:
     """Return the buffer "weight" in the fragment layout, and None for "residual", which a convolution does not have."""
     layout = FragmentLayout.of(gemm_problem(problem))
-    repacked = weight.layout(("repacked", problem.dtype), lambda: _repacked(weight, layout, np.dtype(problem.dtype)))
-    return {"weight": repacked, "residual": None}
 
+    def repacked() -> Array:
+        parameters = rounded_parameters(weight, np.dtype(problem.dtype))
+        return layout.arrange(weight.codes.reshape(layout.n, layout.k), [a for a in parameters if a is not None])
 
-def _repacked(weight: BlockQuantizedWeight, layout: FragmentLayout, dtype: np.dtype[np.generic]) -> Array:
-    """Return the weight in the layout of ``cuda_src/gemm/repacked_layout.cuh``, uint8 [nbytes]."""
-    xp = namespace(weight.stored)
-    columns, k_tiles = layout.tile_columns, layout.k_tiles
-    padded = xp.zeros((columns * WEIGHT_TILE_N, k_tiles * WEIGHT_TILE_K), np.uint8)
-    padded[: layout.n, : layout.k] = weight.codes.reshape(layout.n, layout.k)
-    # The axes are (tile column, 16 columns, column half, g, k tile, k64, k16, k half, t, pair), for lane 4 g + t of an
-    # mma. The order is [tile column, k tile, k64, 16 columns, g, t, k16][pair, k half, column half]; the last three
-    # axes are the nibbles of a word, lowest first.
-    axes = padded.reshape(columns, 2, 2, 8, k_tiles, 2, 4, 2, 4, 2)
-    nibbles = axes.transpose(0, 4, 5, 1, 3, 8, 6, 9, 7, 2).reshape(columns, k_tiles, -1, 2)
-    parts = [nibbles[..., 0] | nibbles[..., 1] << np.uint8(4)]
-
-    # The groups of each k tile; a group that spans several k tiles is copied to each of them.
-    first = np.arange(k_tiles * layout.groups) * (WEIGHT_TILE_K // layout.groups) // layout.group_size
-    inside = int((first < weight.blocks).sum())
-    scale, offset = rounded_parameters(weight, dtype)
-    parameters = [a for a in (scale, offset) if a is not None]
-    values = xp.zeros((len(parameters), columns * WEIGHT_TILE_N, len(first)), dtype)
-    for index, a in enumerate(parameters):
-        values[index, : layout.n, :inside] = a.take(xp.asarray(first[:inside]), axis=1)
-    # From (parameter, tile column, 16 columns, column half, g, k tile, group) to [tile column, k tile, group,
-    # 16 columns, parameter, g, column half], where g = lane / 4.
-    groups = values.reshape(len(parameters), columns, 2, 2, 8, k_tiles, layout.groups).transpose(1, 5, 6, 2, 0, 4, 3)
-    parts.append(xp.ascontiguousarray(groups).view(np.uint8).reshape(columns, k_tiles, -1))
-    return xp.ascontiguousarray(xp.concatenate(parts, axis=2)).reshape(-1)
+    return {"weight": weight.layout(("repacked", problem.dtype), repacked), "residual": None}
 
 
 CONV2D_GEMM = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, prepare_weight=prepare_weight)

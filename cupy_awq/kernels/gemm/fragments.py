@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_N, FragmentLayout
@@ -20,16 +20,18 @@ MAX_FUSED_ROWS = 32
 """The largest M of a GEMM with a `Fusion`; at M = 32 fusion saves only 1% of a decoder layer's time on an H100."""
 
 
-def fragment_refusal(problem: Problem, device: Device, needs: Iterable[Capability]) -> str | None:
+def fragment_refusal(
+    problem: Problem, device: Device, needs: Iterable[Capability], layouts: Collection[str] = (FRAGMENTS,)
+) -> str | None:
     """Return the reason why kernels that read the fragment layout cannot solve the problem, or None.
 
-    ``needs`` are the capabilities that the kernels need.
+    ``needs`` are the capabilities that the kernels need, ``layouts`` the names of the layouts of which they read one.
     """
     reason = device.refusal(needs)
     if reason is not None:
         return reason
-    if FRAGMENTS not in problem.layouts:
-        return "needs the repacked weight of an AwqLinear"
+    if not any(name in problem.layouts for name in layouts):
+        return "takes a 4-bit weight" if problem.bits == 8 else "needs the repacked weight of an AwqLinear"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"takes x of float16 or bfloat16, not {problem.dtype}"
     if not problem.x_aligned:

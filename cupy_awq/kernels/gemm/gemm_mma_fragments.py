@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_mma_fragments``: GEMM with mma.sync on a weight in the fragment layout, for any M."""
+"""``gemm_mma_fragments``: GEMM with mma.sync on a 4- or 8-bit weight in the fragment layout, for any M."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from cupy_awq.kernels.family import FunctionFamily, Reduction, Workspace, constants
 from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fragment_refusal, fusion_refusal
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
-from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, INT8_FRAGMENTS, Problem
 from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.kernels.tiling import ceil_div, next_power_of_two, stream_k_divisions
 from cupy_awq.kernels.waves import CtaWork, waves_us
@@ -28,6 +28,8 @@ MAX_GATED_BYTES = 1 << 33
 """The largest size of a gated weight, whose up projection lies within 32-bit offsets of the gate projection."""
 STAGED_BLOCK_M = 96
 """The largest ``block_m`` for which registers also hold the copies of a stage, where the GPU lacks cp.async."""
+INT8_BLOCK_M = 80
+"""The largest ``block_m`` for which registers hold 8-bit codes in every layout of the warps, also without cp.async."""
 MAX_STAGES = 8
 """The largest number of pipeline stages."""
 RESERVED_BYTES = 1024
@@ -65,9 +67,9 @@ class GemmFragmentsCosts:
 
 COSTS = GemmFragmentsCosts()
 CONVERT = {"kExact": 9, "kScaled": 13}
-"""The number of instructions that convert a word of eight codes to operand A, with float16 x, by ``math``."""
-BFLOAT16_CONVERT = 2
-"""The number of further instructions with bfloat16 x."""
+"""The number of instructions that convert eight codes to operand A, with float16 x, by ``math``."""
+BFLOAT16_CONVERT = {4: 2, 8: 12}
+"""The number of further instructions with bfloat16 x, by bits per code."""
 SCHEDULERS = 4
 """The number of warp schedulers per SM."""
 MMA_PRODUCTS = 16 * 8 * 16
@@ -139,7 +141,8 @@ class GemmFragmentsConfig:
         layout = FragmentLayout.of(problem)
         parts = WEIGHT_TILE_K // self.stage_k
         groups = max(1, layout.groups // parts)
-        weight = self.tile_columns * (self.stage_k * WEIGHT_TILE_N // 2 + groups * layout.group_bytes)
+        code_bytes = self.stage_k * WEIGHT_TILE_N * problem.bits // 8
+        weight = self.tile_columns * (code_bytes + groups * layout.group_bytes)
         return ceil_div(self.x_rows * self.stage_k * 2 + weight, 128) * 128
 
     def shared_bytes(self, problem: Problem) -> int:
@@ -161,12 +164,14 @@ class GemmFragmentsConfig:
 def refusal(problem: Problem, device: Device) -> str | None:
     if problem.gathers_x:
         return "cannot gather the columns of x"
-    if device.has(*HOPPER):
+    if device.has(*HOPPER) and problem.bits == 4:
         return "serves GPUs on which gemm_sm90 cannot run"
     if problem.gated and FragmentLayout.of(problem).nbytes > MAX_GATED_BYTES:
         return f"needs a gated weight of at most {MAX_GATED_BYTES >> 30} GiB"
+    if problem.bits == 8 and problem.dtype != problem.scales_dtype:
+        return f"takes x in the dtype of the 8-bit weight, {problem.scales_dtype}, not {problem.dtype}"
     needs = (*NEEDS, Capability.BFLOAT16) if problem.dtype == "bfloat16" else NEEDS
-    return fusion_refusal(problem) or fragment_refusal(problem, device, needs)
+    return fusion_refusal(problem) or fragment_refusal(problem, device, needs, (FRAGMENTS, INT8_FRAGMENTS))
 
 
 def reduction(config: GemmFragmentsConfig, problem: Problem) -> Reduction | None:
@@ -185,8 +190,11 @@ def configs(problem: Problem, device: Device) -> list[GemmFragmentsConfig]:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
     is_async = device.has(Capability.CP_ASYNC)
+    most = 128 if is_async else STAGED_BLOCK_M
+    if problem.bits == 8 and (problem.batch_invariant or not is_async):
+        most = INT8_BLOCK_M
     for math in maths(problem):
-        for block_m in _heights(problem.m, math, 128 if is_async else STAGED_BLOCK_M):
+        for block_m in _heights(problem.m, math, most):
             x_rows = min(block_m, next_power_of_two(problem.m))
             some = _invariant_layouts(block_m, math) if problem.batch_invariant else layouts(block_m, math, problem)
             for layout in some:
@@ -206,6 +214,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
 
 def maths(problem: Problem) -> tuple[Math, ...]:
     """Return the values of ``math`` to try; several for a batch-invariant weight, which needs the same for every M."""
+    if problem.bits == 8:
+        return ("kScaled",)
     is_wide = problem.dtype == "float16" and problem.wide_scales
     if problem.batch_invariant:
         return ("kExact",) if is_wide else ("kExact", "kScaled")
@@ -251,7 +261,11 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
         return Layout(1, 4, 2), Layout(1, 8, 1)
     if block_m <= 64:
         one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), Layout(1, 4, 1, 3)
-        return one if block_m > 48 else (*one, Layout(2, 2, 2), Layout(2, 4, 2))  # more registers would spill
+        if block_m > 48 or problem.bits == 8:
+            return one  # registers would spill with more columns per warp
+        return *one, Layout(2, 2, 2), Layout(2, 4, 2)
+    if problem.bits == 8 and block_m > INT8_BLOCK_M:
+        return (Layout(1, 8, 1),)
     return Layout(1, 4, 1, 2), Layout(1, 4, 2), Layout(1, 8, 1)
 
 
@@ -305,6 +319,7 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
         *config.defines,
         ("ASYNC", int(config.is_async)),
         ("X_ROWS", config.x_rows),
+        ("BITS", problem.bits),
         ("STREAM_K", int(config.stream_k_units > 0)),
         ("SHARED_BYTES", config.shared_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
@@ -314,7 +329,9 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
     strides = problem.row_strides
     sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, strides.x)
     stream_k = (config.stream_k_units, config.stream_k_ctas)
-    factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
+    # The scales of an 8-bit weight are stored with the factor.
+    scale_factor = 2.0**problem.scale_exponent if problem.bits == 4 else 1.0
+    factors = (*problem.limits, scale_factor, 2.0**-problem.scale_exponent)
     fusion = problem.fusion
     fusion_buffers = dict.fromkeys((*fusion.buffers, "next_weight")) if fusion else ()
     scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, (*factors, fusion.eps if fusion else 0.0)))
@@ -338,14 +355,16 @@ def workspace(config: GemmFragmentsConfig, problem: Problem) -> Workspace:
 def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, and all waves of CTAs; stream-K tiles are the last wave.
 
-    The weights of tiles with the same columns are read from device memory once.
+    The weights of tiles with the same columns are read from device memory once. With 8-bit codes, an SM reads at most
+    its share of the bandwidth.
     """
     rates, k_tiles, units = device.rates, ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
     shared, sharers = config.stream_k_units, config.stream_k_ctas
     rows, elements = min(problem.m, config.block_m), config.block_m * config.block_n
     cycles = warp_cycles(config, problem, device)
     sync_us = (cycles + COSTS.sync) / rates.clock_mhz
-    weight_bytes = config.tile_columns * FragmentLayout.of(problem).weight_tile_bytes
+    share = max(1.0, device.sm_count / config.ctas) if problem.bits == 8 else 1.0
+    weight_bytes = share * config.tile_columns * FragmentLayout.of(problem).weight_tile_bytes
     work = CtaWork(
         k_tiles,
         max(sync_us, rates.latency_us / config.stages) / config.warps_k,
@@ -374,7 +393,7 @@ def warp_cycles(config: GemmFragmentsConfig, problem: Problem, device: Device) -
     columns, rows = 2 * config.weight_tiles, ceil_div(config.block_m, 8)
     groups, sums = FragmentLayout.of(problem).groups, int(config.math == "kExact")
     mmas = 8 * columns * rows
-    convert = CONVERT[config.math] + (BFLOAT16_CONVERT if problem.dtype == "bfloat16" else 0)
+    convert = CONVERT[config.math] + (BFLOAT16_CONVERT[problem.bits] if problem.dtype == "bfloat16" else 0)
     others: float = 8 * columns * convert + 4 * rows + 4 * columns + (4 * sums * columns * rows + 6 * columns) * groups
     others += 48 * config.x_rows / (32 * config.warps_n) + 5 * config.weight_tiles + 45
     return mmas * COSTS.mma * MMA_PRODUCTS * SCHEDULERS / device.rates.mma_fp32 + others * COSTS.issue

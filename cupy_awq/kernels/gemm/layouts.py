@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of a 4-bit weight in GPU memory: the AWQ layout of checkpoints, and the fragment layout of `AwqLinear`.
+"""The layouts of a weight in GPU memory: the AWQ layout of checkpoints, and the fragment layout of `AwqLinear`.
 
-A kernel family reads one of them (`Family.layout`); `select.weight_layouts` returns those that a GPU's kernels read.
+A 4-bit weight has either, the 8-bit weight of an `Int8Linear` the fragment layout. A kernel family reads one of them
+(`Family.layout`); `select.weight_layouts` returns those of a 4-bit weight that a GPU's kernels read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
+from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import TYPES, ZEROS
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
@@ -38,6 +42,7 @@ class WeightLayout:
         group_size: number of rows that share scales and zero points.
         scales_dtype: dtype of the scales.
         zeros: kind of zero points, as in `Problem`.
+        bits: number of bits per code, 4 or 8.
     """
 
     k: int
@@ -45,6 +50,7 @@ class WeightLayout:
     group_size: int
     scales_dtype: str = "float16"
     zeros: str = "packed"
+    bits: int = 4
 
     NAME: ClassVar[str]
     """The name in `Problem.layouts`."""
@@ -52,7 +58,7 @@ class WeightLayout:
     @classmethod
     def of(cls: type[LayoutT], problem: Problem) -> LayoutT:
         """Return the layout of a problem's weight."""
-        return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
+        return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros, problem.bits)
 
     def refusal(self) -> str | None:
         """Return the reason why the weight cannot be stored in the layout, or None if it can."""
@@ -88,8 +94,10 @@ class FragmentLayout(WeightLayout):
     NAME = FRAGMENTS
 
     def refusal(self) -> str | None:
-        if self.zeros == "float":
+        if self.zeros == "float" and self.bits == 4:
             return "needs zero points as 4-bit codes or none, not float offsets"
+        if self.n % 8:
+            return f"needs N to be a multiple of 8, not {self.n}"
         if self.k % 64:
             return f"needs K to be a multiple of 64, not {self.k}"
         size = self.group_size
@@ -110,7 +118,7 @@ class FragmentLayout(WeightLayout):
     @property
     def weight_tile_bytes(self) -> int:
         """The size of a weight tile in bytes: codes, scales and zero points."""
-        return WEIGHT_TILE_N * WEIGHT_TILE_K // 2 + self.groups * self.group_bytes
+        return WEIGHT_TILE_N * WEIGHT_TILE_K * self.bits // 8 + self.groups * self.group_bytes
 
     @property
     def k_tiles(self) -> int:
@@ -143,6 +151,41 @@ class FragmentLayout(WeightLayout):
         arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *(np.int32(size) for size in sizes))
         grid = (self.k_tiles, ceil_div(self.n, BLOCK_N), 1)
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
+
+    def arrange(self, codes: Array, parameters: Sequence[Array], /) -> Array:
+        """Return a weight in the layout, uint8 [nbytes], where ``zeros`` is not "packed", with NumPy or CuPy.
+
+        Args:
+            codes: the codes, uint8 [N, K].
+            parameters: the scales, and the offsets if ``zeros`` is "float", of 16 bits [N, ceil(K / group_size)].
+        """
+        xp = namespace(codes)
+        columns, k_tiles = self.tile_columns, self.k_tiles
+        padded = xp.zeros((columns * WEIGHT_TILE_N, k_tiles * WEIGHT_TILE_K), np.uint8)
+        padded[: self.n, : self.k] = codes
+        # The axes are (tile column, 16 columns, column half, g, k tile, k64, k32, k16, k half, t, pair), for lane
+        # 4 g + t of an mma.
+        axes = padded.reshape(columns, 2, 2, 8, k_tiles, 2, 2, 2, 2, 4, 2)
+        if self.bits == 4:
+            # To [tile column, k tile, k64, 16 columns, g, t, k32, k16][pair, k half, column half]; the last three axes
+            # are the nibbles of a word, lowest first.
+            nibbles = axes.transpose(0, 4, 5, 1, 3, 9, 6, 7, 10, 8, 2).reshape(columns, k_tiles, -1, 2)
+            parts = [nibbles[..., 0] | nibbles[..., 1] << np.uint8(4)]
+        else:
+            # To [tile column, k tile, k64, 16 columns, k32, g, t, k16, k half][pair, column half]: the bytes of a word.
+            parts = [axes.transpose(0, 4, 5, 1, 6, 3, 9, 7, 8, 10, 2).reshape(columns, k_tiles, -1)]
+
+        # The groups of each k tile; a group that spans several k tiles is copied to each of them.
+        first = np.arange(k_tiles * self.groups) * (WEIGHT_TILE_K // self.groups) // self.group_size
+        inside = int((first < ceil_div(self.k, self.group_size)).sum())
+        values = xp.zeros((len(parameters), columns * WEIGHT_TILE_N, len(first)), parameters[0].dtype)
+        for index, a in enumerate(parameters):
+            values[index, : self.n, :inside] = a.take(xp.asarray(first[:inside]), axis=1)
+        # From (parameter, tile column, 16 columns, column half, g, k tile, group) to [tile column, k tile, group,
+        # 16 columns, parameter, g, column half].
+        groups = values.reshape(len(parameters), columns, 2, 2, 8, k_tiles, self.groups).transpose(1, 5, 6, 2, 0, 4, 3)
+        parts.append(xp.ascontiguousarray(groups).view(np.uint8).reshape(columns, k_tiles, -1))
+        return xp.ascontiguousarray(xp.concatenate(parts, axis=2)).reshape(-1)
 
     def unpack(self, out: Bits, /) -> tuple[Bits, Bits, Bits | None]:
         """Unpack a weight with NumPy: the inverse of the kernel ``repack``.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and functions shared by kernel families."""
+"""The GEMM problem y = epilogue(x @ W) with a 4- or 8-bit weight, and functions shared by kernel families."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,9 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 AWQ, FRAGMENTS = "awq", "fragments"
-"""The names of the layouts of a weight (`cupy_awq.kernels.gemm.layouts`)."""
+"""The names of the layouts of a 4-bit weight (`cupy_awq.kernels.gemm.layouts`)."""
+INT8_ROWS, INT8_FRAGMENTS = "int8 rows", "int8 fragments"
+"""The names of the layouts of an 8-bit weight: codes [n, k] with scales [n, groups], and the fragment layout."""
 SAMPLED_M = (1, 8, 16, 64, 512, 2048)
 """The values of M at which run times determine the reduction of a batch-invariant weight.
 
@@ -112,7 +115,7 @@ class Problem(KernelProblem):
         gated: whether y = activation(gate) * up, where gate and up are the first and second half of W's columns.
         aligned: whether all rows of the weight arrays, the residual and y start at multiples of 16 bytes.
         x_aligned: whether all rows of x start at multiples of 16 bytes.
-        layouts: names of the layouts in which the weight is available.
+        layouts: names of the layouts in which the weight is available: of a 4-bit or of an 8-bit weight.
         scale_exponent: exponent such that every scale times 2**scale_exponent is at most 64.
         wide_scales: whether some scale times 2**scale_exponent would lose bits in float16.
         fusion: residual add or RMSNorm that is fused into the GEMM, or None.
@@ -147,7 +150,13 @@ class Problem(KernelProblem):
     batch_invariant: bool = False
 
     def __str__(self) -> str:
-        return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}] group size {self.group_size}"
+        bits = " int8" if self.bits == 8 else ""
+        return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}]{bits} group size {self.group_size}"
+
+    @property
+    def bits(self) -> int:
+        """The number of bits per code of W, 4 or 8."""
+        return 8 if self.layouts[0] in (INT8_ROWS, INT8_FRAGMENTS) else 4
 
     def reduction_samples(self) -> tuple[Problem, ...]:
         """Return batch-invariant problems with the same weight and dtype of x, for M of SAMPLED_M."""
@@ -170,10 +179,11 @@ class Problem(KernelProblem):
     def tuning_key(self) -> TuningKey:
         """The tuning key: the shapes to look up in turn, M, and M rounded up by `next_tuned_m`.
 
-        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN". With ``gathers_x`` it is
-        "KxN gather", which is not in the shipped tables: the fastest configuration for "KxN" is not the fastest then.
+        The shape is "KxN", for an 8-bit weight "KxN int8"; for a GEMM with a `Fusion`, "KxN stream" is looked up before
+        "KxN". With ``gathers_x`` it is "KxN gather", which is not in the shipped tables: the fastest configuration for
+        "KxN" is not the fastest then.
         """
-        shape = f"{self.k}x{self.n}"
+        shape = f"{self.k}x{self.n} int8" if self.bits == 8 else f"{self.k}x{self.n}"
         shapes = (f"{shape} gather",) if self.gathers_x else (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_tuned_m(self.m))
 
@@ -211,7 +221,16 @@ class Problem(KernelProblem):
         """The total size of codes, scales and zero points in bytes: the least that a kernel reads of the weight."""
         groups = self.k // self.group_size
         zeros = {"packed": self.n // 2, "symmetric": 0, "float": 2 * self.n}[self.zeros]
-        return self.k * self.n // 2 + groups * (2 * self.n + zeros)
+        return self.k * self.n * self.bits // 8 + groups * (2 * self.n + zeros)
+
+    @classmethod
+    def common_problems(cls) -> Iterator[Problem]:
+        """Yield GEMMs with 8-bit weights; `cupy_awq.tools.compile_all` has those with 4-bit weights."""
+        for dtype in ("float16", "bfloat16", "float32"):
+            yield cls(1, 4104, 4104, 4104, dtype, dtype, "symmetric", layouts=(INT8_ROWS,))
+        for dtype in ("float16", "bfloat16"):
+            for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024):
+                yield cls(m, 4096, 4096, 128, dtype, dtype, "symmetric", layouts=(INT8_FRAGMENTS,))
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """Return the compile-time constants (name, value) of the problem that all GEMM kernels have."""
@@ -235,6 +254,8 @@ def awq_layout_refusal(problem: Problem) -> str | None:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.gathers_x:
         return "cannot gather the columns of x"
+    if problem.bits != 4:
+        return "takes a 4-bit weight"
     if AWQ not in problem.layouts:
         return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
     return None
