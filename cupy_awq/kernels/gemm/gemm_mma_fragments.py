@@ -260,7 +260,8 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     if math == "kExact":
         return Layout(1, 4, 2), Layout(1, 8, 1)
     if block_m <= 64:
-        one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), Layout(1, 4, 1, 3)
+        four = Layout(1, 4, 1, 2 if problem.bits == 8 else 3)
+        one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), four
         if block_m > 48 or problem.bits == 8:
             return one  # registers would spill with more columns per warp
         return *one, Layout(2, 2, 2), Layout(2, 4, 2)
