@@ -18,12 +18,13 @@ from cupy_awq.runtime import device
 from tests.backends import runner
 from tests.simt.kernels import patched
 from tests.simt.seeds import OUTSIDE, RACE, VALUES, caught_by
-from tests.test_expert_kernels import check_product, test_sort
+from tests.test_expert_kernels import check_product, test_router, test_sort
 
-MAIN, LOOP, TILES, UNIT, SORT = (
+MAIN, LOOP, TILES, UNIT, SORT, CHOICE = (
     f"experts/{name}"
     for name in (
         "expert_gemm.cu", "expert_gemm_mainloop.cuh", "expert_gemm_tiles.cu", "expert_unit.cuh", "sort_tokens.cu",
+        "choose_experts.cu",
     )
 )  # fmt: skip
 HERE = replace(device.nominal(80), sm_count=2)
@@ -51,7 +52,8 @@ TOKENS = (
     ExpertGemmConfig(8, 1, 1, 4, stages=3, depth=2),
 )
 Case = tuple[ExpertProduct, ExpertGemmConfig | GemmFragmentsConfig]
-Seed = tuple[Case | None, str, str, str, tuple[str, str]]
+Seed = tuple[Case | str, str, str, str, tuple[str, str]]
+"""The launch, or the name of a kernel whose test is run; file, old and new text, and the checks that catch the bug."""
 
 IN_FLIGHT = "in flight", "race"
 NEXT_WAIT = "cp_async_wait_group<kStages - 2>();\n"
@@ -65,27 +67,36 @@ SEEDS: dict[str, Seed] = {
     "the wrong stage is refilled": (
         SORTED, MAIN, "stage_idx == 0 ? kStages - 1 : stage_idx - 1", "stage_idx", IN_FLIGHT,
     ),
-    "accumulators overwrite stages that other warps still read": (
-        SORTED, MAIN, "    __syncthreads();  // the stages are", "    // the stages are", RACE,
+    "accumulators overwrite those of the preceding tile, which other warps still read": (
+        SORTED, MAIN, "    __syncthreads();  // the accumulators", "    // the accumulators", RACE,
     ),
     "accumulators are read before all warps have stored them": (
         SORTED, MAIN, "accumulators);\n    __syncthreads();", "accumulators);", RACE,
     ),
     "the pairs of the next unit overwrite those of this one": (
-        SORTED, MAIN, "    __syncthreads();  // unit_pairs are no longer read\n", "", RACE,
+        SORTED, MAIN, "parity ^= 1", "parity ^= 0", RACE,
     ),
-    "copies start before the pairs of the unit are written": (
-        SORTED, MAIN, "    __syncthreads();  // unit_pairs are written", "    // unit_pairs are written", RACE,
+    "the weights of the tile, not of the next one": (
+        SORTED, MAIN, "weight_ahead = Weight(arguments, next", "weight_ahead = Weight(arguments, tile", VALUES,
+    ),
+    "x of the tile, not of the next one": (
+        SORTED, MAIN, "x_ahead = Copies(arguments, next", "x_ahead = Copies(arguments, tile", VALUES,
+    ),
+    "the weights of the next tile are loaded too late": (
+        PAIRS, MAIN, "first + kDepth >= k_tiles", "first + kDepth > k_tiles", OUTSIDE,
+    ),
+    "the routing of a tile is not loaded": (
+        SORTED, LOOP, "load(tile.index + gridDim.x);", "loaded_.index += gridDim.x;", VALUES,
     ),
     "rows of x past the last one": (
-        SORTED, LOOP, "pairs[min(row(pass), rows - 1)]", "pairs[row(pass)]", ("uninitialised", "uninitialised"),
+        SORTED, LOOP, "pair, min(row, rows - 1))", "pair, row)", OUTSIDE,
     ),
-    "the row of x of the wrong token": (SORTED, LOOP, " / arguments.x_divisor;", ";", OUTSIDE),
+    "the row of x of the wrong token": (SORTED, LOOP, " / arguments.x_divisor", "", OUTSIDE),
     "no zeros past the end of K": (
-        LAST, LOOP, "column < arguments_.k ? 16 : 0", "16", OUTSIDE,
+        LAST, LOOP, "column + chunk() * 8 < arguments.k ? 16 : 0", "16", OUTSIDE,
     ),
     "the expert of the preceding block": (
-        SORTED, MAIN, "kBlockM / route_block]", "kBlockM / route_block / 2]", VALUES,
+        SORTED, LOOP, "kBlockM / arguments_.route_block]", "kBlockM / arguments_.route_block / 2]", VALUES,
     ),
     "the weight of another pair": (
         SORTED, MAIN, "arguments.row_weights[pair]", "arguments.row_weights[pair / 2]", VALUES,
@@ -96,7 +107,8 @@ SEEDS: dict[str, Seed] = {
     "the up projection of other columns": (
         SORTED, LOOP, "0 : arguments.n / 32", "0 : arguments.n / 64", VALUES,
     ),
-    "values that are not pairs": (SORTED, UNIT, "< static_cast<unsigned>(pairs)", "< ~0u", OUTSIDE),
+    "values that are not pairs": (SORTED, LOOP, "< static_cast<unsigned>(arguments_.pairs)", "< ~0u", OUTSIDE),
+    "values that are not pairs, with large units": (LARGE, UNIT, "< static_cast<unsigned>(pairs)", "< ~0u", OUTSIDE),
     "rows of x past the last one, with large units": (
         LARGE, TILES, "unit_pairs[min(row, rows - 1)]", "unit_pairs[row]", ("uninitialised", "uninitialised"),
     ),
@@ -119,39 +131,46 @@ SEEDS: dict[str, Seed] = {
     ),
     "the first rows in each pass": (LARGE, TILES, "accumulators, first, Group", "accumulators, 0, Group", VALUES),
     "weights of the wrong k tile": (
-        PAIRS, LOOP, "at.k_tile * kWeightTileBytes;", "(at.k_tile ^ 1) * kWeightTileBytes;", VALUES,
+        PAIRS, LOOP, "at_.k_tile * kWeightTileBytes;", "(at_.k_tile ^ 1) * kWeightTileBytes;", VALUES,
     ),
     "an id that is of no expert": (
-        PAIRS, MAIN, "    if (!has_expert) at.expert = 0;", "    ", OUTSIDE,
+        PAIRS, LOOP, "      if (!is_expert) tile.expert = 0;", "", OUTSIDE,
     ),
     "no zeros for an id of no expert": (
-        PAIRS, MAIN, "has_expert ? out : Vector<X, 8>{}", "out", VALUES,
+        PAIRS, MAIN, "tile.weight == 0.0f ? Vector<X, 8>{} : out", "false ? Vector<X, 8>{} : out", VALUES,
     ),
     "the weight of the first slot for all slots": (
-        TOKENS, MAIN, "__shfl_sync(kFullWarp, at.weight, at.slot)", "__shfl_sync(kFullWarp, at.weight, 0)", VALUES,
+        TOKENS, MAIN, "__shfl_sync(kFullWarp, tile.weight, at.slot)", "__shfl_sync(kFullWarp, tile.weight, 0)", VALUES,
     ),
     "x of the first slot for all slots": (
-        TOKENS, LOOP, "(kRows == Rows::kTokens ? at.slot : 0)", "0", VALUES,
+        TOKENS, LOOP, "(kRows == Rows::kTokens ? at_.slot * arguments.ldx : 0)", "0", VALUES,
     ),
     "a slice of K is lost": (TOKENS, MAIN, "slice < kSlices; ++slice", "slice < kSlices - 1; ++slice", VALUES),
     "rows are placed before the starts are known": (
-        None, SORT, "    }\n  }\n  __syncthreads();\n  for (int expert = threadIdx.x / 32",
-        "    }\n  }\n  for (int expert = threadIdx.x / 32", RACE,
+        "sort", SORT, "  __syncthreads();\n  for (int expert = threadIdx.x / kFillers",
+        "  for (int expert = threadIdx.x / kFillers", RACE,
     ),
+    "the sums of warps are read before all of them are known": (
+        "sort", SORT, "warp_sums[warp] = sum;\n  __syncthreads();", "warp_sums[warp] = sum;", RACE,
+    ),
+    "the last of equal experts": ("router", CHOICE, "__ffs(owners) - 1", "31 - __clz(owners)", VALUES),
+    "an expert is taken twice": ("router", CHOICE, "index) values[i] = kTaken;", "index) values[i] -= 1;", VALUES),
 }  # fmt: skip
 
 
-def outcome(case: Case | None, landing: str) -> str:
-    """Return the check that fails in a launch, or "nothing"; without a case, the kernel sort_tokens is launched."""
-    if case is None:
+def outcome(case: Case | str, landing: str) -> str:
+    """Return the check that fails in a launch, or "nothing"."""
+    if case == "sort":
         return caught_by(lambda: test_sort(landing, from_offsets=False, arch=90, pairs=700, experts=40, block=16))
+    if isinstance(case, str):
+        return caught_by(lambda: test_router(landing, 80, {}))
     problem, config = case
     family: AnyFamily = EXPERT_GEMM if isinstance(config, ExpertGemmConfig) else EXPERT_GEMM_TILES
     return caught_by(lambda: check_product(runner(landing), problem, (family, config), HERE, np.random.default_rng(0)))
 
 
 @functools.cache
-def is_right(case: Case | None) -> bool:
+def is_right(case: Case | str) -> bool:
     return outcome(case, "latest") == "nothing"
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "ptx/redux.cuh"
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
@@ -25,4 +26,15 @@ __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
   return value;
+}
+
+// Returns the maximum of `value` over all lanes.
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return ptx::redux_sync_max(value);
+#else
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
+  return value;
+#endif
 }

@@ -23,97 +23,120 @@ constexpr int kGroupExperts = kExperts / kGroups;
 constexpr float kLeastSum = 1e-20f;
 constexpr float kLowest = -3.402823466e38f;  // below every score, and above -infinity, which marks a chosen one
 
-// Returns the index of the largest of `count` values, the lowest among equals; the same for all lanes.
-__device__ __forceinline__ int find_largest(const float* values, int count) {
-  float best = -__int_as_float(0x7f800000);
-  int index = count;
-  for (int i = threadIdx.x % 32; i < count; i += 32) {
-    if (values[i] > best) {
-      best = values[i];
-      index = i;
-    }
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    const float other = __shfl_xor_sync(kFullWarp, best, step);
-    const int other_index = __shfl_xor_sync(kFullWarp, index, step);
-    if (other > best || (other == best && other_index < index)) {
-      best = other;
-      index = other_index;
-    }
-  }
-  return index;
+constexpr int kOwned = ceil_div(kExperts, 32);  // lane i owns the experts i * kOwned .. i * kOwned + kOwned - 1
+constexpr uint32_t kTaken = 0;                  // below the key of every value
+
+// Returns an integer with the order of the values: order_key(a) < order_key(b) if a < b.
+__device__ __forceinline__ uint32_t order_key(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+
+// The largest of the keys that a warp holds in registers, kCount per lane, in the order of the lanes.
+template <int kCount> struct Keys {
+  uint32_t values[kCount];
+
+  // Returns the index of the largest key, the lowest among equals, and takes this key away; the same for all lanes.
+  __device__ __forceinline__ int take_largest() {
+    uint32_t best = values[0];
+    int index = 0;
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) {
+      if (values[i] > best) index = i;
+      best = max(best, values[i]);
+    }
+    const uint32_t owners = __ballot_sync(kFullWarp, best == warp_max(best));
+    const int owner = __ffs(owners) - 1;
+    index = __shfl_sync(kFullWarp, index, owner);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (threadIdx.x % 32 == owner && i == index) values[i] = kTaken;
+    }
+    return owner * kCount + index;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose_experts(const X* logits, const float* bias, int32_t* ids, float* weights, int m, int top_k, int kept, int ld,
                    float scale) {
   const float infinity = __int_as_float(0x7f800000);
-  __shared__ float all_scores[kWarps][kExperts];
-  __shared__ float all_choices[kWarps][kExperts];
-  __shared__ float all_groups[kWarps][kGroups];
-  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+  __shared__ float all_scores[kWarps][kOwned * 32];
+  __shared__ float all_choices[kWarps][kGroups > 1 ? kExperts : 1];
+  __shared__ float all_chosen[kWarps][kExperts];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
+  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
   const int lane = threadIdx.x % 32;
-  const int token = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t token = blockIdx.x * kWarps + warp;
   if (token >= m) return;
-  float* scores = all_scores[threadIdx.x / 32];
-  float* choices = all_choices[threadIdx.x / 32];
-  float* groups = all_groups[threadIdx.x / 32];
+  float scores[kOwned];
   float largest = kLowest;
-  for (int e = lane; e < kExperts; e += 32) {
-    const float logit = to_float(logits[static_cast<int64_t>(token) * ld + e]);
-    scores[e] = logit == logit ? logit : -infinity;
-    largest = fmaxf(largest, scores[e]);
+#pragma unroll
+  for (int i = 0; i < kOwned; ++i) {
+    const int e = lane * kOwned + i;
+    const float logit = e < kExperts ? to_float(logits[token * ld + e]) : infinity;
+    scores[i] = e < kExperts && logit == logit ? logit : -infinity;
+    largest = fmaxf(largest, scores[i]);
   }
   largest = warp_max(largest);
   float sum = 0.0f;
-  for (int e = lane; e < kExperts; e += 32) {
-    scores[e] = SIGMOID ? 1.0f / (1.0f + expf(-scores[e])) : expf(scores[e] - largest);
-    sum += scores[e];
+#pragma unroll
+  for (int i = 0; i < kOwned; ++i) {
+    scores[i] = SIGMOID ? 1.0f / (1.0f + expf(-scores[i])) : expf(scores[i] - largest);
+    sum += scores[i];
   }
   const float inverse = SIGMOID ? 1.0f : 1.0f / (warp_sum(sum) + kLeastSum);
-  for (int e = lane; e < kExperts; e += 32) {
-    scores[e] *= inverse;
-    choices[e] = fmaxf(HAS_BIAS ? scores[e] + bias[e] : scores[e], kLowest);
+  Keys<kOwned> keys;
+#pragma unroll
+  for (int i = 0; i < kOwned; ++i) {
+    const int e = lane * kOwned + i;
+    scores[i] *= inverse;
+    all_scores[warp][e] = scores[i];
+    keys.values[i] = kTaken;
+    if (e >= kExperts) continue;
+    const float choice = fmaxf(HAS_BIAS ? scores[i] + bias[e] : scores[i], kLowest);
+    keys.values[i] = order_key(choice);
+    if constexpr (kGroups > 1) all_choices[warp][e] = choice;
   }
   __syncwarp();
   if constexpr (kGroups > 1) {
-    for (int group = lane; group < kGroups; group += 32) {
+    constexpr int kOwnedGroups = ceil_div(kGroups, 32);
+    Keys<kOwnedGroups> groups;
+#pragma unroll
+    for (int i = 0; i < kOwnedGroups; ++i) {
+      const int group = lane * kOwnedGroups + i;
       float first = -infinity, second = -infinity;
-      for (int i = 0; i < kGroupExperts; ++i) {
-        const float value = choices[group * kGroupExperts + i];
+      for (int of_group = 0; group < kGroups && of_group < kGroupExperts; ++of_group) {
+        const float value = all_choices[warp][group * kGroupExperts + of_group];
         second = fmaxf(second, fminf(first, value));
         first = fmaxf(first, value);
       }
-      groups[group] = fmaxf(first + second, kLowest);
+      groups.values[i] = group < kGroups ? order_key(fmaxf(first + second, kLowest)) : kTaken;
     }
-    __syncwarp();
+    uint32_t kept_experts = 0;  // bit i: expert i of this lane is in a kept group
     for (int i = 0; i < kept; ++i) {
-      const int group = find_largest(groups, kGroups);
-      __syncwarp();
-      if (lane == 0) groups[group] = -infinity;
-      __syncwarp();
+      const int group = groups.take_largest();
+#pragma unroll
+      for (int j = 0; j < kOwned; ++j) {
+        if ((lane * kOwned + j) / kGroupExperts == group) kept_experts |= 1u << j;
+      }
     }
-    // Chosen groups are marked by -infinity; the experts of all others are dropped, by the same value.
-    for (int e = lane; e < kExperts; e += 32) {
-      if (groups[e / kGroupExperts] != -infinity) choices[e] = -infinity;
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      if (!(kept_experts >> i & 1)) keys.values[i] = kTaken;
     }
-    __syncwarp();
   }
   float total = 0.0f;
   for (int slot = 0; slot < top_k; ++slot) {
-    const int expert = find_largest(choices, kExperts);
-    __syncwarp();
+    const int expert = keys.take_largest();
+    const float score = all_scores[warp][expert];
     if (lane == 0) {
-      choices[expert] = -infinity;
-      ids[static_cast<int64_t>(token) * top_k + slot] = expert;
-      weights[static_cast<int64_t>(token) * top_k + slot] = scores[expert];
+      ids[token * top_k + slot] = expert;
+      all_chosen[warp][slot] = score;
     }
-    total += scores[expert];
-    __syncwarp();
+    total += score;
   }
   const float factor = RENORMALIZE ? scale / (total + kLeastSum) : scale;
   __syncwarp();
-  for (int slot = lane; slot < top_k; slot += 32) weights[static_cast<int64_t>(token) * top_k + slot] *= factor;
+  for (int slot = lane; slot < top_k; slot += 32) weights[token * top_k + slot] = all_chosen[warp][slot] * factor;
 }

@@ -25,11 +25,12 @@
 // for all rows of the unit, so no other warp of the CTA reads its weights: it loads codes and groups from global memory
 // to registers, DEPTH k tiles ahead. WARPS_N warps are a slice, which shares a ring of STAGES stages of x, filled by
 // cp.async; slice i computes the k tiles i, i + WARPS_K, ... Accumulators are added up in the order of the slices.
+// Loads do not stop at the end of a tile: in the last round of DEPTH k tiles, a warp loads the first weights of the
+// CTA's next tile, and in the last STAGES - 1 k tiles, its x. So a slice has at least STAGES - 1 k tiles, or none.
 //
 // Operand A is q - z (ExactCodes); the float32 sums of a group are multiplied by the group's scale, so no product is
 // rounded. The number of CTAs does not depend on the routing, which only the GPU knows: CTAs are persistent.
 #include "experts/expert_gemm_mainloop.cuh"
-#include "experts/expert_unit.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 static_assert(__CUDA_ARCH__ >= 800, "expert_gemm needs sm_80");
@@ -65,25 +66,26 @@ __device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
 
 // Sums the accumulators, which are in shared memory, over the slices of K, and stores the unit's rows of y.
 __device__ __forceinline__ void store_rows(const Arguments& arguments, const float* accumulators, const int32_t* pairs,
-                                           int rows, int n_block, int expert, bool has_expert) {
+                                           const Tile& tile) {
   const int n_out = kGated ? arguments.n / 2 : arguments.n;
   constexpr int kVectors = kStoreN / 8;
-  const Epilogue<X, Config> epilogue{kHasBias ? arguments.bias + static_cast<int64_t>(expert) * arguments.n : nullptr,
-                                     arguments.shared,
-                                     0,
-                                     0,
-                                     arguments.n,
-                                     arguments.ld_shared};
+  const Epilogue<X, Config> epilogue{
+      kHasBias ? arguments.bias + static_cast<int64_t>(tile.expert) * arguments.n : nullptr,
+      arguments.shared,
+      0,
+      0,
+      arguments.n,
+      arguments.ld_shared};
 #pragma unroll 1
-  for (int index = threadIdx.x; index < rows * kVectors; index += kThreads) {
+  for (int index = threadIdx.x; index < tile.rows * kVectors; index += kThreads) {
     const int row = index / kVectors;
-    const int column = n_block * kStoreN + index % kVectors * 8;
+    const int column = tile.n_block * kStoreN + index % kVectors * 8;
     if (column >= n_out) continue;
     const float* source = accumulators + row * kPitch + index % kVectors * 8;
     const Vector<float, 8> sums = add_slices(source);
     Vector<float, 8> up = {};
     if constexpr (kGated) up = add_slices(source + kStoreN);
-    const int pair = pairs[row];
+    const int pair = kRows == Rows::kSorted ? pairs[row] : tile.pair;
     const int out_row = kRows == Rows::kTokens ? pair / arguments.top_k : pair;
     float row_weight = 1.0f;
     if constexpr (kHasRowWeights && kRows != Rows::kTokens) row_weight = arguments.row_weights[pair];
@@ -102,7 +104,8 @@ __device__ __forceinline__ void store_rows(const Arguments& arguments, const flo
       out.values[i] = from_float<X>(value);
     }
     X* target = arguments.y + static_cast<int64_t>(out_row) * arguments.ldy + column;
-    store<true>(target, has_expert ? out : Vector<X, 8>{});
+    // A pair without an expert has a row of zeros.
+    store<true>(target, kRows == Rows::kPairs && tile.weight == 0.0f ? Vector<X, 8>{} : out);
   }
 }
 
@@ -115,109 +118,72 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const Arguments arguments{weight,       bias,     row_weights,  y, shared, sorted_pairs, experts, sorted_count, x,
                             expert_bytes, pairs,    expert_count, n, k,      x_divisor,    top_k,   route_block,  ldx,
                             ldy,          ld_shared};
-  const int lane = threadIdx.x % 32;
   const int slice = uniform_warp() / kWarpsN;
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + slice * (kStages * kStageBytes);
-  float* shared_accumulators = reinterpret_cast<float*>(memory);
-  int32_t* unit_pairs = reinterpret_cast<int32_t*>(memory + SharedStorage::kPairs);
+  float* shared_accumulators = reinterpret_cast<float*>(memory + SharedStorage::kAccumulators);
+  int32_t* shared_pairs = reinterpret_cast<int32_t*>(memory + SharedStorage::kPairs);
 
-  bool has_waited = !kDependent;
   // The next kernel may prefetch results of the preceding kernel, so it starts after this wait.
-  auto wait_for_preceding_kernel = [&] {
-    if (!has_waited) {
-      ptx::griddepcontrol_wait();
-      ptx::griddepcontrol_launch_dependents();
-      has_waited = true;
-    }
+  auto wait_for_preceding_kernel = [] {
+    if constexpr (kDependent) ptx::griddepcontrol_wait();
+    if constexpr (kDependent) ptx::griddepcontrol_launch_dependents();
   };
   if constexpr (!kReadsAhead) wait_for_preceding_kernel();
-
-  ExpertTileScheduler scheduler{ceil_div(kGated ? n / 2 : n, kStoreN), 0};
-  const int units = kRows == Rows::kSorted  ? min(*sorted_count, capacity) / kBlockM
-                    : kRows == Rows::kPairs ? pairs
-                                            : pairs / top_k;
-  scheduler.tiles = units * scheduler.n_blocks;
-  for (; scheduler.is_valid(); scheduler.advance()) {
-    const int unit = scheduler.unit();
-    int rows = 1;
-    KPosition at{0, 0, 0, 0.0f};
-    at.advance(arguments.k_tiles(), slice);
-    int total = arguments.k_tiles();
-    if constexpr (kRows == Rows::kTokens) {
-      if (lane < top_k) {
-        const int expert = experts[unit * top_k + lane];
-        at.weight = !arguments.is_expert(expert) ? 0.0f : kHasRowWeights ? row_weights[unit * top_k + lane] : 1.0f;
-        at.expert = arguments.is_expert(expert) ? expert : 0;
-      }
-      total *= top_k;
-      if (threadIdx.x == 0) unit_pairs[0] = unit * top_k;
-    } else if constexpr (kRows == Rows::kPairs) {
-      at.expert = experts[unit];
-      if (threadIdx.x == 0) unit_pairs[0] = unit;
-    } else {
-      at.expert = experts[static_cast<int64_t>(unit) * kBlockM / route_block];
-      rows = collect_pairs<kBlockM>(unit_pairs, sorted_pairs + unit * kBlockM, pairs);
-    }
-    const bool has_expert = kRows == Rows::kTokens || arguments.is_expert(at.expert);
-    if (kRows == Rows::kSorted && !has_expert || rows == 0) continue;
-    // A pair without an expert stores a row of zeros, with the (unused) weight of expert 0.
-    if (!has_expert) at.expert = 0;
-
-    const Weight weights(arguments, scheduler.n_block());
-    // The k tiles of this slice, every kSlices-th one; 0 or less if there are none for it.
-    const int tiles = ceil_div(total - slice, kSlices);
-    WeightPart parts[kDepth][kColumnTiles];
-    KPosition next_weight = at;
+  TileQueue queue(arguments, capacity);
+  Tile tile = queue.take();
+  // The number of k tiles of this slice in each tile, every kSlices-th one; 0 or less if there are none for it.
+  const int k_tiles = ceil_div(arguments.k_tiles() * (kRows == Rows::kTokens ? top_k : 1) - slice, kSlices);
+  WeightPart parts[kDepth][kColumnTiles];
+  Weight weight_ahead(arguments, tile, slice);
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      if (i < tiles) {
-        weights.load(parts[i], next_weight);
-        next_weight.advance(arguments.k_tiles());
-      }
-    }
-    __syncthreads();  // unit_pairs are written, and all warps have read the preceding tile's accumulators
-    wait_for_preceding_kernel();
-    const Copies copies(arguments, unit_pairs, rows, ring);
-    KPosition next_x = at;
+  for (int i = 0; i < kDepth; ++i) {
+    if (i < k_tiles && queue.has(tile)) weight_ahead.load(arguments, parts[i]);
+  }
+  if constexpr (kReadsAhead) wait_for_preceding_kernel();
+  Copies x_ahead(arguments, tile, slice);
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (i < tiles) {
-        copies.start(i, next_x);
-        next_x.advance(arguments.k_tiles());
-      }
-      ptx::cp_async_commit_group();
-    }
-    Accumulators accumulators = {};
-    MainLoop loop(ring, rows);
-    int stage_idx = 0;
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < k_tiles && queue.has(tile)) x_ahead.start(arguments, ring + i * kStageBytes);
+    ptx::cp_async_commit_group();
+  }
+  MainLoop loop(ring);
+  int stage_idx = 0;
 #pragma unroll 1
-    for (int first = 0; first < tiles; first += kDepth) {
+  for (int parity = 0; queue.has(tile); parity ^= 1) {
+    int32_t* pairs_of_tile = shared_pairs + parity * kBlockM;
+    const Tile next = queue.take();
+    loop.set_rows(tile.rows);
+    if (kRows == Rows::kSorted && threadIdx.x < kBlockM) pairs_of_tile[threadIdx.x] = tile.pair;
+    KPosition at(slice, arguments.k_tiles());
+    Accumulators accumulators = {};
+#pragma unroll 1
+    for (int first = 0; first < k_tiles; first += kDepth) {
+      const bool is_last = first + kDepth >= k_tiles;
+      if (is_last) weight_ahead = Weight(arguments, next, slice);
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
-        if (first + i >= tiles) break;
-        ptx::cp_async_wait_group<kStages - 2>();
-        sync_slice(slice);  // the copies of this stage have landed, and no warp reads the preceding stage
-        if (first + i + kStages - 1 < tiles) {
-          copies.start(stage_idx == 0 ? kStages - 1 : stage_idx - 1, next_x);
-          next_x.advance(arguments.k_tiles());
+        if (first + i < k_tiles) {
+          ptx::cp_async_wait_group<kStages - 2>();
+          sync_slice(slice);  // the copies of this stage have landed, and no warp reads the preceding stage
+          if (first + i + kStages - 1 == k_tiles) x_ahead = Copies(arguments, next, slice);
+          if (first + i + kStages - 1 < k_tiles || queue.has(next)) {
+            x_ahead.start(arguments, ring + (stage_idx == 0 ? kStages - 1 : stage_idx - 1) * kStageBytes);
+          }
+          ptx::cp_async_commit_group();
+          float slot_weight = 1.0f;
+          if constexpr (kRows == Rows::kTokens) slot_weight = __shfl_sync(kFullWarp, tile.weight, at.slot);
+          loop.multiply(accumulators, parts[i], stage_idx, slot_weight);
+          if constexpr (kRows == Rows::kTokens) at.advance(arguments.k_tiles());
+          stage_idx = stage_idx + 1 == kStages ? 0 : stage_idx + 1;
         }
-        ptx::cp_async_commit_group();
-        float slot_weight = 1.0f;
-        if constexpr (kRows == Rows::kTokens) slot_weight = __shfl_sync(kFullWarp, at.weight, at.slot);
-        loop.multiply(accumulators, parts[i], stage_idx, slot_weight);
-        if constexpr (kRows == Rows::kTokens) at.advance(arguments.k_tiles());
-        if (first + i + kDepth < tiles) {
-          weights.load(parts[i], next_weight);
-          next_weight.advance(arguments.k_tiles());
-        }
-        stage_idx = stage_idx + 1 == kStages ? 0 : stage_idx + 1;
+        if (is_last ? i < k_tiles && queue.has(next) : first + i + kDepth < k_tiles)
+          weight_ahead.load(arguments, parts[i]);
       }
     }
-    __syncthreads();  // the stages are no longer read
+    __syncthreads();  // the accumulators of the preceding tile are no longer read, and pairs_of_tile are written
     store_accumulators(shared_accumulators, accumulators);
     __syncthreads();
-    store_rows(arguments, shared_accumulators, unit_pairs, rows, scheduler.n_block(), at.expert, has_expert);
-    __syncthreads();  // unit_pairs are no longer read
+    store_rows(arguments, shared_accumulators, pairs_of_tile, tile);
+    tile = next;
   }
-  wait_for_preceding_kernel();
 }

@@ -41,6 +41,9 @@ constexpr int kBlockN = kCtaColumnTiles * 16;
 constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
 constexpr int kM8Tiles = kBlockM / 8;
 constexpr int kGroupSteps = 8 / kGroups;  // number of mma steps of 16 k per group and weight tile
+// Number of sums over a group to which consecutive steps add in turn, so that an mma need not wait for the one before
+// it; with 16 rows or several groups, registers would spill.
+constexpr int kChains = kBlockM == 8 && kGroups == 1 ? 2 : 1;
 
 static_assert(kBlockM == 8 || kBlockM == 16, "ldmatrix loads 16 rows of x at a time");
 static_assert(!kHasOneRow || kBlockM == 8, "one row takes the lowest tile");
@@ -51,15 +54,14 @@ static_assert(kZeros != Zeros::kOffset, "offsets are not added");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kGroups <= 8, "a group has at least 16 rows of W");
 
-// Shared memory. A stage of x of a slice is [2 of k64][row][64], swizzled (hopper/swizzle.cuh). After the main loop,
-// the accumulators of all slices overwrite the stages; the padding avoids bank conflicts.
+// Shared memory. A stage of x of a slice is [2 of k64][row][64], swizzled (hopper/swizzle.cuh). The padding of the rows
+// of accumulators avoids bank conflicts.
 constexpr int kStageBytes = kXRows * kWeightTileK * 2;
 constexpr int kPitch = kBlockN + 4;
-constexpr int kRingBytes = kSlices * kStages * kStageBytes;
-constexpr int kPassBytes = kSlices * kBlockM * kPitch * 4;
 
 struct SharedStorage {
-  static constexpr int kPairs = kRingBytes > kPassBytes ? kRingBytes : kPassBytes;  // unit_pairs, int32 [kBlockM]
-  static constexpr int kBytes = kPairs + kBlockM * 4;
+  static constexpr int kAccumulators = kSlices * kStages * kStageBytes;          // float [kSlices][kBlockM][kPitch]
+  static constexpr int kPairs = kAccumulators + kSlices * kBlockM * kPitch * 4;  // the pairs of two tiles
+  static constexpr int kBytes = kPairs + 2 * kBlockM * 4;
 };
 ASSERT_SHARED_BYTES(SharedStorage, SHARED_BYTES);

@@ -50,14 +50,94 @@ __device__ __forceinline__ void sync_slice(int slice) {
   }
 }
 
-// The position of a warp along the k tiles of its slice; with kTokens, along those of all slots. All lanes hold the
-// same position, and lane i the expert and the weight of slot i.
+// A tile of a persistent CTA: a unit, which is up to kBlockM rows of x that take the same expert (kTokens: the slots of
+// one token), and a block of columns of W.
+struct Tile {
+  int index;     // the number of the tile, or a number past the last tile
+  int n_block;   // the block of columns
+  int rows;      // the number of rows of the unit; kSorted: those before its padding
+  int pair;      // kSorted: lane i holds the pair of row i; otherwise the first pair of the unit
+  int expert;    // the expert; kTokens: lane i holds the expert of slot i
+  float weight;  // kTokens: lane i holds the weight of slot i; otherwise whether the unit has an expert, 1 or 0
+
+  // Returns the pair of row `row` or, past the last row, of the last row. All lanes call this.
+  __device__ __forceinline__ int row_pair(int row) const {
+    return kRows == Rows::kSorted ? __shfl_sync(kFullWarp, pair, min(row, rows - 1)) : pair;
+  }
+};
+
+// The tiles of a persistent CTA in their order. Units are in the order of the routing arrays; the tiles of one unit,
+// one per block of columns, follow each other. The routing of a tile is loaded one tile ahead of its weights.
+class TileQueue {
+ public:
+  // `capacity` is the length of sorted_pairs.
+  __device__ __forceinline__ TileQueue(const Arguments& arguments, int capacity) : arguments_(arguments) {
+    n_blocks_ = ceil_div(kGated ? arguments.n / 2 : arguments.n, kStoreN);
+    if constexpr (kRows == Rows::kSorted) {
+      const int count = *arguments.sorted_count;
+      // Entries past the count may be read, but are not used.
+      tiles_ = capacity / kBlockM * n_blocks_;
+      load(blockIdx.x);
+      tiles_ = min(count, capacity) / kBlockM * n_blocks_;
+    } else {
+      tiles_ = (kRows == Rows::kPairs ? arguments.pairs : arguments.pairs / arguments.top_k) * n_blocks_;
+      load(blockIdx.x);
+    }
+  }
+  __device__ __forceinline__ bool has(const Tile& tile) const { return tile.index < tiles_; }
+
+  // Returns the next tile that has rows. With kSorted, units without rows or without an expert are left out.
+  __device__ __forceinline__ Tile take() {
+    while (true) {
+      Tile tile = loaded_;
+      if (!has(tile)) return tile;
+      load(tile.index + gridDim.x);
+      const bool is_expert = arguments_.is_expert(tile.expert);
+      if constexpr (kRows == Rows::kSorted) {
+        const bool exists = static_cast<unsigned>(tile.pair) < static_cast<unsigned>(arguments_.pairs);
+        tile.rows = __ffs(~__ballot_sync(kFullWarp, exists)) - 1;
+        if (tile.rows == 0 || !is_expert) continue;
+      }
+      // A pair without an expert takes the weight of expert 0, and its results are not used.
+      if (!is_expert) tile.expert = 0;
+      if (!is_expert) tile.weight = 0.0f;
+      return tile;
+    }
+  }
+
+ private:
+  // Starts the loads of the routing of a tile.
+  __device__ __forceinline__ void load(int index) {
+    const int lane = threadIdx.x % 32;
+    const int unit = index / n_blocks_;
+    loaded_ = {index, index % n_blocks_, 1, 0, 0, 1.0f};
+    if (!has(loaded_)) return;
+    if constexpr (kRows == Rows::kSorted) {
+      loaded_.expert = arguments_.experts[static_cast<int64_t>(unit) * kBlockM / arguments_.route_block];
+      loaded_.pair = lane < kBlockM ? arguments_.sorted_pairs[unit * kBlockM + lane] : arguments_.pairs;
+    } else if constexpr (kRows == Rows::kPairs) {
+      loaded_.expert = arguments_.experts[unit];
+      loaded_.pair = unit;
+    } else {
+      loaded_.pair = unit * arguments_.top_k;
+      if (lane < arguments_.top_k) {
+        loaded_.expert = arguments_.experts[loaded_.pair + lane];
+        if constexpr (kHasRowWeights) loaded_.weight = arguments_.row_weights[loaded_.pair + lane];
+      }
+    }
+  }
+
+  const Arguments& arguments_;
+  int n_blocks_, tiles_;
+  Tile loaded_;
+};
+
+// The position of a warp along the k tiles of its slice; with kTokens, along those of all slots.
 struct KPosition {
   int slot = 0;
   int k_tile;
-  int expert;
-  float weight;
 
+  __device__ __forceinline__ KPosition(int slice, int k_tiles) : k_tile(0) { advance(k_tiles, slice); }
   __device__ __forceinline__ void advance(int k_tiles, int step = kSlices) {
     k_tile += step;
     if constexpr (kRows == Rows::kTokens) {
@@ -75,10 +155,13 @@ struct WeightPart {
   Group<Config> groups[kGroups];
 };
 
-// The weight of a warp: which tile columns it computes, and the registers into which it loads them ahead of time.
+// The weight of a warp for one tile of the CTA, from which it loads its k tiles one after the other.
 class Weight {
  public:
-  __device__ __forceinline__ Weight(const Arguments& arguments, int n_block) : arguments_(arguments) {
+  __device__ __forceinline__ Weight(const Arguments& arguments, const Tile& of, int slice)
+      : expert_(of.expert), at_(slice, arguments.k_tiles()) {
+    if constexpr (kRows != Rows::kTokens) tile_ = address(arguments, of.expert);
+    const int n_block = of.n_block;
     const int lane = threadIdx.x % 32;
     const int warp = uniform_warp() % kWarpsN;
     const int last = ceil_div(arguments.n, 128) * 8 - 1;
@@ -95,17 +178,19 @@ class Weight {
       scales_[i] = begin + kCodeBytes + tile % 2 * kHalfGroupBytes + lane / 4 * 4;
     }
   }
-  __device__ __forceinline__ void load(WeightPart (&parts)[kColumnTiles], const KPosition& at) const {
-    int expert = at.expert;
-    if constexpr (kRows == Rows::kTokens) expert = __shfl_sync(kFullWarp, at.expert, at.slot);
-    const uint8_t* tile = arguments_.weight + expert * arguments_.expert_bytes + at.k_tile * kWeightTileBytes;
+  // Starts the loads of the next k tile.
+  __device__ __forceinline__ void load(const Arguments& arguments, WeightPart (&parts)[kColumnTiles]) {
+    if constexpr (kRows == Rows::kTokens) {
+      tile_ = address(arguments, __shfl_sync(kFullWarp, expert_, at_.slot));
+      at_.advance(arguments.k_tiles());
+    }
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
 #pragma unroll
-      for (int k64 = 0; k64 < 2; ++k64) ptx::ld_global_no_allocate(parts[i].words[k64], tile + codes_[i] + k64 * 1024);
+      for (int k64 = 0; k64 < 2; ++k64) ptx::ld_global_no_allocate(parts[i].words[k64], tile_ + codes_[i] + k64 * 1024);
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        const uint8_t* scales = tile + scales_[i] + group * kGroupBytes;
+        const uint8_t* scales = tile_ + scales_[i] + group * kGroupBytes;
         parts[i].groups[group].scales = __ldg(reinterpret_cast<const unsigned*>(scales));
         parts[i].groups[group].zeros = 0x0808u;
         if constexpr (kZeros == Zeros::kPacked) {
@@ -115,53 +200,66 @@ class Weight {
         parts[i].groups[group].offsets = 0;
       }
     }
+    if constexpr (kRows != Rows::kTokens) tile_ += kSlices * kWeightTileBytes;
   }
 
  private:
-  const Arguments& arguments_;
+  // Returns the address of the k tile `at_` of an expert, in its first tile column.
+  __device__ __forceinline__ const uint8_t* address(const Arguments& arguments, int expert) const {
+    return arguments.weight + expert * arguments.expert_bytes + at_.k_tile * kWeightTileBytes;
+  }
+
+  int expert_;  // kTokens: lane i holds the expert of slot i
+  KPosition at_;
+  const uint8_t* tile_;
   // Byte offsets of this lane's codes and scales in the weight tiles of a column.
   uint32_t codes_[kColumnTiles], scales_[kColumnTiles];
 };
 
-// The copies of the x of one slice of K to its ring of stages in shared memory.
+// The copies of the x of one slice of K and one tile of the CTA to the slice's ring of stages in shared memory.
 class Copies {
  public:
-  // `pairs` are the pairs of the unit, in shared memory, of which the first `rows` exist.
-  __device__ __forceinline__ Copies(const Arguments& arguments, const int32_t* pairs, int rows, uint32_t ring)
-      : arguments_(arguments), ring_(ring), copied_rows_(kM8Tiles == 1 ? rows : 16) {
+  __device__ __forceinline__ Copies(const Arguments& arguments, const Tile& of, int slice)
+      : at_(slice, arguments.k_tiles()), copied_rows_(kM8Tiles == 1 ? of.rows : 16) {
+    target_ = row(0) * 128 + chunk() / 8 * (kXRows * 128) + (chunk() % 8 ^ swizzle_bits(row(0))) * 16;
     // With 16 rows, those past the last one are copies of it; the resulting rows of y are not stored.
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) x_rows_[pass] = pairs[min(row(pass), rows - 1)] / arguments.x_divisor;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      sources_[pass] = of.row_pair(row(pass)) / arguments.x_divisor * (arguments.ldx / 8) + chunk();
+    }
   }
 
-  // Starts the copy of x for a k tile to stage `stage_idx`.
-  __device__ __forceinline__ void start(int stage_idx, const KPosition& at) const {
-    const uint32_t stage = ring_ + stage_idx * kStageBytes;
-    const int chunk = threadIdx.x % 16;
-    const int column = at.k_tile * kWeightTileK + chunk * 8;
+  // Starts the copy of x for the next k tile to the stage at the shared address `stage`.
+  __device__ __forceinline__ void start(const Arguments& arguments, uint32_t stage) {
+    const int column = at_.k_tile * kWeightTileK;
+    const X* begin = arguments.x + column + (kRows == Rows::kTokens ? at_.slot * arguments.ldx : 0);
+    // The last weight tile may be longer than K; zeros fill it.
+    const int bytes = column + chunk() * 8 < arguments.k ? 16 : 0;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (row(pass) >= copied_rows_) continue;
-      const int x_row = x_rows_[pass] + (kRows == Rows::kTokens ? at.slot : 0);
-      const X* source = arguments_.x + static_cast<int64_t>(x_row) * arguments_.ldx + column;
-      const uint32_t target = chunk / 8 * (kXRows * 128) + row(pass) * 128 + (chunk % 8 ^ swizzle_bits(row(pass))) * 16;
-      // The last weight tile may be longer than K; zeros fill it.
-      ptx::cp_async_16(stage + target, source, column < arguments_.k ? 16 : 0);
+      // Row row(0) + pass * kPassRows; the bits of both summands differ.
+      const uint32_t target = (target_ ^ swizzle_bits(pass * kPassRows) * 16) + pass * kPassRows * 128;
+      ptx::cp_async_16(stage + target, begin + static_cast<uint64_t>(sources_[pass]) * 8, bytes);
     }
+    at_.advance(arguments.k_tiles());
   }
 
  private:
   static constexpr int kPasses = ceil_div(kXRows * 16, kSliceThreads);
+  static constexpr int kPassRows = kSliceThreads / 16;
 
   // Returns the row of the unit of which this thread copies 16 bytes in pass `pass`.
   static __device__ __forceinline__ int row(int pass) {
     return (pass * kSliceThreads + threadIdx.x % kSliceThreads) / 16;
   }
+  // Returns which 16 bytes of a row's k tile this thread copies.
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % 16; }
 
-  const Arguments& arguments_;
-  uint32_t ring_;
+  KPosition at_;
   int copied_rows_;
-  int x_rows_[kPasses];
+  uint32_t target_;            // offset in a stage of the bytes of row row(0) that this thread copies
+  uint32_t sources_[kPasses];  // offsets in x, in units of eight values, of what this thread copies at k = 0
 };
 
 using Accumulators = float[kColumnTiles][kM8Tiles][4];
@@ -169,14 +267,15 @@ using Accumulators = float[kColumnTiles][kM8Tiles][4];
 // The main loop of a warp: adds up the products of a unit's rows and the warp's columns.
 class MainLoop {
  public:
-  __device__ __forceinline__ MainLoop(uint32_t ring, int rows) {
+  __device__ __forceinline__ MainLoop(uint32_t ring) : ring_(ring) { set_rows(1); }
+  __device__ __forceinline__ void set_rows(int rows) {
     const int lane = threadIdx.x % 32;
     // ldmatrix loads matrices 0 and 1 from rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15, and matrices 2 and 3 from rows 8
     // .. 15 at the same k. With 8 rows, it loads all four matrices from these rows, at k 0 .. 31; lanes past the last
     // row of x load that row again.
     const int row = kM8Tiles == 1 ? min(lane % 8, rows - 1) : lane / 16 * 8 + lane % 8;
     const int chunk = kM8Tiles == 1 ? lane / 8 : lane / 8 % 2;
-    x_ = ring + row * 128 + (chunk ^ swizzle_bits(row)) * 16;
+    x_ = ring_ + row * 128 + (chunk ^ swizzle_bits(row)) * 16;
   }
 
   // Adds the products of one k tile, whose x is in stage `stage_idx`.
@@ -184,13 +283,14 @@ class MainLoop {
                                            int stage_idx, float slot_weight) {
     const uint32_t stage = stage_idx * kStageBytes;
     for_each_constant<kGroups>([&](int group) {
-      Accumulators sums = {};
+      Accumulators sums[kChains] = {};
       uint32_t zeros[kColumnTiles];
 #pragma unroll
       for (int i = 0; i < kColumnTiles; ++i) zeros[i] = ExactCodes<X>::zeros(parts[i].groups[group].zeros);
 #pragma unroll
       for (int of_group = 0; of_group < kGroupSteps; ++of_group) {
         const int step = group * kGroupSteps + of_group;
+        Accumulators& chain = sums[of_group % kChains];
         uint32_t a[kColumnTiles][4];
 #pragma unroll
         for (int i = 0; i < kColumnTiles; ++i)
@@ -199,13 +299,13 @@ class MainLoop {
         if constexpr (kM8Tiles == 1) {
           if (step % 2 == 0) ptx::ldmatrix_x4(b_, (x_ ^ step / 2 % 2 * 64) + begin);
 #pragma unroll
-          for (int i = 0; i < kColumnTiles; ++i) mma<X>(sums[i][0], a[i], b_[step % 2 * 2], b_[step % 2 * 2 + 1]);
+          for (int i = 0; i < kColumnTiles; ++i) mma<X>(chain[i][0], a[i], b_[step % 2 * 2], b_[step % 2 * 2 + 1]);
         } else {
           ptx::ldmatrix_x4(b_, (x_ ^ step % 4 * 32) + begin);
 #pragma unroll
           for (int i = 0; i < kColumnTiles; ++i) {
-            mma<X>(sums[i][0], a[i], b_[0], b_[1]);
-            mma<X>(sums[i][kM8Tiles - 1], a[i], b_[2], b_[3]);
+            mma<X>(chain[i][0], a[i], b_[0], b_[1]);
+            mma<X>(chain[i][kM8Tiles - 1], a[i], b_[2], b_[3]);
           }
         }
       }
@@ -215,7 +315,7 @@ class MainLoop {
 
  private:
   // Adds the sums over one quantization group, multiplied by the group's scales, to the accumulators.
-  __device__ __forceinline__ void add_group(Accumulators& accumulators, const Accumulators& sums,
+  __device__ __forceinline__ void add_group(Accumulators& accumulators, const Accumulators (&sums)[kChains],
                                             const WeightPart (&parts)[kColumnTiles], int group, float slot_weight) {
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
@@ -226,12 +326,14 @@ class MainLoop {
           float scale = parts[i].groups[group].scale(v / 2);
           // A slot without an expert has the weight 0; the product with an infinite scale would be NaN.
           if constexpr (kRows == Rows::kTokens) scale = slot_weight == 0.0f ? 0.0f : scale * slot_weight;
-          accumulators[i][j][v] = fmaf(sums[i][j][v], scale, accumulators[i][j][v]);
+          const float sum = kChains == 1 ? sums[0][i][j][v] : sums[0][i][j][v] + sums[kChains - 1][i][j][v];
+          accumulators[i][j][v] = fmaf(sum, scale, accumulators[i][j][v]);
         }
       }
     }
   }
 
+  uint32_t ring_;
   uint32_t x_;  // shared address of the row that this lane passes to ldmatrix, in stage 0
   uint32_t b_[4];
 };

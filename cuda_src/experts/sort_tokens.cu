@@ -18,14 +18,20 @@
 constexpr int kThreads = THREADS;
 constexpr int kExperts = EXPERTS;  // number of experts in the layer
 constexpr bool kFromOffsets = FROM_OFFSETS;
+constexpr int kOwned = ceil_div(kExperts, kThreads);  // number of adjacent experts per thread of the scan
+constexpr int kFillers = 8;                           // number of threads that fill the blocks of an expert
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     sort_tokens(const int32_t* ids, int32_t* sorted_pairs, int32_t* experts, int32_t* sorted_count, int pairs,
                 int block, int capacity) {
   __shared__ int counts[kExperts];
   __shared__ int starts[kExperts + 1];
-  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+  __shared__ int places[kExperts];  // the position of the next pair of each expert
+  __shared__ int64_t warp_sums[32];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
+  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   auto first_pair = [&](int expert) { return min(max(ids[expert], 0), pairs); };
   for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
     counts[expert] = kFromOffsets ? max(first_pair(expert + 1) - first_pair(expert), 0) : 0;
@@ -38,46 +44,48 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  if (threadIdx.x < 32) {
-    // Each expert's first position: the sum of the padded counts of the experts before it.
-    int64_t before = 0;
-    for (int first = 0; first < kExperts; first += 32) {
-      const int expert = first + threadIdx.x;
-      const int own = expert < kExperts ? ceil_div(counts[expert], block) * block : 0;
-      int sum = own;
+  // Each expert's first position is the sum of the padded counts of the experts before it.
+  const int first = threadIdx.x * kOwned;
+  int64_t own = 0;
+  for (int expert = first; expert < min(first + kOwned, kExperts); ++expert) {
+    own += static_cast<int64_t>(ceil_div(counts[expert], block)) * block;
+  }
+  int64_t sum = own;
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(kFullWarp, sum, step);
-        if (threadIdx.x >= step) sum += other;
-      }
-      if (expert < kExperts) starts[expert] = static_cast<int>(min(before + sum - own, static_cast<int64_t>(capacity)));
-      before += __shfl_sync(kFullWarp, sum, 31);
-    }
-    if (threadIdx.x == 0) {
-      starts[kExperts] = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
-      *sorted_count = starts[kExperts];
-    }
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(kFullWarp, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int64_t before = sum - own;
+  for (int i = 0; i < warp; ++i) before += warp_sums[i];
+  for (int expert = first; expert < min(first + kOwned, kExperts); ++expert) {
+    starts[expert] = places[expert] = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
+    before += static_cast<int64_t>(ceil_div(counts[expert], block)) * block;
+  }
+  if (threadIdx.x == kThreads - 1) {
+    starts[kExperts] = *sorted_count = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
   }
   __syncthreads();
-  for (int expert = threadIdx.x / 32; expert < kExperts; expert += kThreads / 32) {
+  for (int expert = threadIdx.x / kFillers; expert < kExperts; expert += kThreads / kFillers) {
     const int begin = starts[expert];
     const int end = starts[expert + 1];
-    for (int at = begin + threadIdx.x % 32; at < end; at += 32) {
-      const int row = at - begin;
-      if (at % block == 0) experts[at / block] = expert;
-      if (row >= counts[expert]) {
-        sorted_pairs[at] = pairs;
-      } else if constexpr (kFromOffsets) {
-        sorted_pairs[at] = first_pair(expert) + row;
+    const int filler = threadIdx.x % kFillers;
+    for (int at = begin + filler * block; at < end; at += kFillers * block) experts[at / block] = expert;
+    for (int at = begin + counts[expert] + filler; at < end; at += kFillers) sorted_pairs[at] = pairs;
+    if constexpr (kFromOffsets) {
+      const int pair = first_pair(expert);
+      for (int at = begin + filler; at < min(begin + counts[expert], end); at += kFillers) {
+        sorted_pairs[at] = pair + at - begin;
       }
     }
   }
   if constexpr (!kFromOffsets) {
-    __syncthreads();
     for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
       const int expert = ids[pair];
       if (static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts)) {
-        sorted_pairs[atomicAdd(starts + expert, 1)] = pair;
+        sorted_pairs[atomicAdd(places + expert, 1)] = pair;
       }
     }
   }

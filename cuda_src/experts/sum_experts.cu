@@ -14,22 +14,33 @@
 #include "common/types.cuh"
 #include "ptx/griddepcontrol.cuh"
 
+constexpr int kAhead = 8;  // number of slots whose results are loaded before they are added
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_experts(const X* pairs, const int32_t* ids, const X* shared, X* y, int n, int top_k, int experts, int ld_shared,
                 int ldy) {
-  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
+  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
   const int column = (blockIdx.x * THREADS + threadIdx.x) * 8;
   if (column >= n) return;
   const int64_t token = blockIdx.y;
   float sums[8] = {};
-  for (int slot = 0; slot < top_k; ++slot) {
-    const int64_t pair = token * top_k + slot;
-    if (static_cast<unsigned>(ids[pair]) >= static_cast<unsigned>(experts)) continue;
-    Vector<X, 8> values;
-    load<true>(values, pairs + pair * n + column);
+  for (int first = 0; first < top_k; first += kAhead) {
+    const int64_t pair = token * top_k + first;
+    int expert[kAhead];
+    Vector<X, 8> values[kAhead] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] += to_float(values.values[i]);
+    for (int i = 0; i < kAhead; ++i) expert[i] = first + i < top_k ? ids[pair + i] : -1;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (static_cast<unsigned>(expert[i]) >= static_cast<unsigned>(experts)) continue;
+      load<true>(values[i], pairs + (pair + i) * n + column);
+    }
+#pragma unroll
+    for (int slot = 0; slot < kAhead; ++slot) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i] += to_float(values[slot].values[i]);
+    }
   }
   Vector<X, 8> added = {};
   if constexpr (HAS_SHARED) load<ALIGNED>(added, shared + token * ld_shared + column);

@@ -70,9 +70,10 @@ class MoeLayer:
 class MoePlan:
     """The launches of a `MoeLayer` for fixed arrays with any contents: ``plan()`` fills ``out`` and returns it.
 
-    On a GPU, a call launches two kernels for few tokens and four for many, on the current stream, without validation,
-    allocation or synchronization, so calls can be captured in a CUDA graph; create the plan before the capture. The
-    plan keeps the arrays alive. It owns the memory between its launches, so calls on several streams must run in order.
+    On a GPU, a call launches two or three kernels for few tokens and four for many, on the current stream, without
+    validation, allocation or synchronization, so calls can be captured in a CUDA graph; create the plan before the
+    capture. The plan keeps the arrays alive. It owns the memory between its launches, so calls on several streams must
+    run in order.
 
     Attributes:
         out: the array that each call fills.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from cupy_awq.kernels.hopper import RESERVED_BYTES, SCHEDULERS, p_norm
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.runtime.rates import READ_FRACTION
 
 NAME = "expert_gemm"
 NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
@@ -32,34 +34,41 @@ MAX_STAGES = 6
 """The largest number of pipeline stages of x."""
 
 
-@dataclass(frozen=True)
-class ExpertGemmCosts:
-    """Constants of the cost model, fitted to 43 times of layers of four models with 1 to 1024 tokens on an H100.
+class ExpertGemmCosts(NamedTuple):
+    """Constants of the cost model, fitted to 1064 times of 8 random layers with 1 to 48 tokens on an H100.
 
     The root mean square of the relative errors is 6%.
 
     Attributes:
-        mma_us: time of an mma of one scheduler, in microseconds.
-        instruction_us: time of another instruction of one scheduler, in microseconds.
-        load_us: latency of a load of weights under load, in microseconds.
-        tile_us: time to fill the pipeline of a tile and to finish the tile, in microseconds.
-        launch_us: launch overhead, in microseconds.
-        bandwidth: achieved fraction of the nominal memory bandwidth.
+        mma: cycles of an mma of one scheduler.
+        instruction: cycles of another instruction of one scheduler.
+        stall: cycles from the first to the last instruction of a k tile of a warp, relative to those that it is issued.
+        load: latency of a load of weights under load, in latencies of device memory.
+        tile: cycles of an SM to sum and store a tile.
+        drain: time of a CTA to finish a tile before it starts the next, in latencies of device memory.
+        fill: time until the first weights arrive, if they are not read ahead, in latencies of device memory.
         norm: exponent of the p-norm of times that overlap.
+        l2: achieved fraction of the bandwidth of L2.
+        end_us: time of a launch that reads its weights ahead, besides, in microseconds.
     """
 
-    mma_us: float = 0.0058
-    instruction_us: float = 0.00122
-    load_us: float = 3.5
-    tile_us: float = 2.9
-    launch_us: float = 0.6
-    bandwidth: float = 0.97
-    norm: float = 5.3
+    mma: float = 2.11
+    instruction: float = 0.98
+    stall: float = 4.07
+    load: float = 3.12
+    tile: float = 335.0
+    drain: float = 0.25
+    fill: float = 4.55
+    norm: float = 2.24
+    l2: float = 0.65
+    end_us: float = 1.24
 
 
 COSTS = ExpertGemmCosts()
 CONVERT = 9
 """The number of instructions that convert a word of eight codes to operand A, with float16 x."""
+SLOTS = 50
+"""The number of additional instructions per k tile if the slots of a token are summed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class ExpertGemmConfig:
         x_rows = self.block_m if problem.rows == "sorted" else 1
         ring = self.warps_k * self.stages * x_rows * WEIGHT_TILE_K * 2
         sums = self.warps_k * self.block_m * (self.block_n + 4) * 4
-        return max(ring, sums) + self.block_m * 4
+        return ring + sums + 2 * self.block_m * 4
 
     def n_blocks(self, problem: ExpertProduct) -> int:
         """Return the number of CTA tiles along N for each unit (block of rows of one expert)."""
@@ -125,10 +134,6 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
     return None
 
 
-SMALL_SM_BYTES = 100 << 10
-"""The shared memory per SM of GPUs for which the compiler takes more registers: sm_86, sm_89 and sm_120."""
-
-
 class Warps(NamedTuple):
     """The fields of `ExpertGemmConfig` that arrange a CTA's warps; ``ctas_per_sm`` is the largest number to try."""
 
@@ -138,12 +143,21 @@ class Warps(NamedTuple):
     ctas_per_sm: int
 
 
-FEW_ROWS = Warps(2, 1, 8, 2), Warps(2, 1, 4, 4), Warps(1, 1, 8, 2), Warps(2, 2, 4, 2), Warps(2, 1, 2, 8)
 LAYOUTS = {
-    8: FEW_ROWS,
-    16: (Warps(2, 2, 4, 2), Warps(2, 4, 2, 2), Warps(2, 2, 2, 4)),
+    8: (
+        Warps(2, 1, 8, 2),
+        Warps(2, 1, 4, 4),
+        Warps(1, 1, 8, 2),
+        Warps(2, 2, 4, 2),
+        Warps(2, 2, 2, 4),
+        Warps(2, 4, 2, 2),
+        Warps(2, 4, 1, 4),
+    ),
+    16: (Warps(2, 2, 4, 2), Warps(2, 4, 2, 2), Warps(2, 2, 2, 4), Warps(2, 4, 1, 4)),
 }
 """The arrangements of a CTA's warps to try, by the number of rows per unit."""
+MANY_SLICES = Warps(2, 1, 16, 1), Warps(1, 1, 16, 1)
+"""Further arrangements for the sum over the slots of a token, along which K is long and there are few CTA tiles."""
 
 
 def configs(problem: ExpertProduct, device: Device) -> list[ExpertGemmConfig]:
@@ -156,34 +170,39 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
             problem.rows == "sorted" and problem.block % block
         ):
             continue
-        for layout in LAYOUTS[block]:
+        has_many_slices = problem.rows == "tokens" and problem.fragments.groups <= 2
+        for layout in LAYOUTS[block] + MANY_SLICES * has_many_slices:
             if problem.gated and layout.column_tiles * layout.warps_n % 2:
                 continue
-            depth = _depth(problem, layout.column_tiles)
+            if block > 8 and layout.warps_k == 1 and problem.fragments.groups == 2:
+                continue  # registers would spill
+            depth = _depth(problem, block, layout.column_tiles)
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
             # The scales of small groups also take registers, so fewer CTAs share those of an SM.
             ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
-            if device.shared_bytes_per_sm <= SMALL_SM_BYTES:
-                ctas = min(ctas, 6)  # with 8 CTAs per SM only 128 registers per thread are left, and some would spill
             config = _with_stages(shape, ctas, problem, device)
             if config is not None:
                 yield config
 
 
-def _depth(problem: ExpertProduct, column_tiles: int) -> int:
+def _depth(problem: ExpertProduct, block: int, column_tiles: int) -> int:
     """Return the number of k tiles of the weight whose registers fit beside the accumulators."""
-    if problem.fragments.groups > 2:
-        return 3 - column_tiles
-    return 3 if problem.rows == "sorted" else 4
+    groups = problem.fragments.groups
+    return 3 if groups == 1 else 16 // block if groups == 2 else 3 - column_tiles
 
 
 def _with_stages(
     shape: ExpertGemmConfig, ctas_per_sm: int, problem: ExpertProduct, device: Device
 ) -> ExpertGemmConfig | None:
-    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not."""
+    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not.
+
+    Each slice of K has at most one stage more than k tiles of a CTA tile.
+    """
+    k_tiles = ceil_div(problem.k, WEIGHT_TILE_K) * (problem.top_k if problem.rows == "tokens" else 1)
+    most = min(MAX_STAGES, shape.depth + 1, 1 + max(1, k_tiles // shape.warps_k))
     for ctas in range(ctas_per_sm, 0, -1):
         limit = min(device.shared_bytes_per_sm // ctas - RESERVED_BYTES, device.shared_bytes_per_block)
-        for stages in range(max(2, min(MAX_STAGES, shape.depth + 1)), 1, -1):
+        for stages in range(max(2, most), 1, -1):
             config = replace(shape, ctas_per_sm=ctas, stages=stages)
             if config.shared_bytes(problem) <= limit:
                 return config
@@ -248,34 +267,36 @@ def plan(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> La
 
 
 def estimate_us(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> float:
-    """Return the run time in microseconds: launch overhead, and memory, tensor cores and latency, which overlap."""
-    k_tiles, n_blocks = ceil_div(problem.k, WEIGHT_TILE_K), config.n_blocks(problem)
+    """Return the run time in microseconds for uniform routing.
+
+    The times of the busiest SM and of memory, and the latency of a CTA, which loads the weights of a tile during the
+    tile before, overlap.
+    """
+    rates, sums_slots = device.rates, problem.rows == "tokens"
     units: float = count_units(config, problem)
-    rows = 1.0
     if problem.rows == "sorted":
-        units = expected_blocks(problem.pairs, problem.experts, config.block_m)
-        rows = problem.pairs / units
-    k_tiles *= problem.top_k if problem.rows == "tokens" else 1
-    tiles = units * n_blocks
-    row_tiles = max(1, ceil_div(int(rows), 16)) if config.block_m > 8 else 0.5
-    mmas = 8 * config.column_tiles * 2 * row_tiles
-    others = 8 * (config.column_tiles * CONVERT + 2 * row_tiles) + 60
-    others += problem.fragments.groups * config.column_tiles * (6 + 16 * row_tiles)
-    warp_us = mmas * COSTS.mma_us + others * COSTS.instruction_us
-    iterations = ceil_div(k_tiles, config.warps_k)
+        units = expected_blocks(problem.pairs, problem.experts, config.block_m, problem.top_k)
+    iterations = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K) * (problem.top_k if sums_slots else 1), config.warps_k)
+    rows_16 = max(1, config.block_m // 8)
+    mmas = 8 * config.column_tiles * rows_16
+    others = 8 * (config.column_tiles * CONVERT + rows_16) + 60 + SLOTS * sums_slots
+    others += problem.fragments.groups * config.column_tiles * (6 + 8 * rows_16)
+    cycles = mmas * COSTS.mma + others * COSTS.instruction
+    tiles = units * config.n_blocks(problem)
     ctas = min(tiles, config.ctas_per_sm * device.sm_count)
-    waves = tiles / ctas if ctas else 0.0
-    per_sm = max(1.0, ctas / device.sm_count)
-    latency_us = iterations * max(warp_us, COSTS.load_us / config.depth) + COSTS.tile_us
-    work_us = per_sm * config.warps_n * config.warps_k / SCHEDULERS * iterations * warp_us
-    sm_us = ceil_div(int(waves * 100), 100) * latency_us if waves <= 2 else waves * latency_us
-    memory = problem.touched_bytes + problem.activation_bytes
-    if problem.rows != "sorted":
-        memory = max(
-            memory, 0.5 * units * problem.fragments.nbytes * (problem.top_k if problem.rows == "tokens" else 1)
-        )
-    memory_us = memory / (COSTS.bandwidth * device.read_gbs * 1e3)
-    return COSTS.launch_us + p_norm((sm_us, waves * work_us, memory_us), COSTS.norm)
+    # The busiest SM has more CTAs than the mean one, but the others finish meanwhile.
+    per_sm = (max(1.0, ctas / device.sm_count) + math.ceil(ctas / device.sm_count)) / 2
+    rounds = math.ceil(tiles / ctas - 1e-9)
+    load_us = COSTS.load * rates.latency_us / config.depth
+    drain_us = COSTS.drain * rates.latency_us / min(config.ctas_per_sm, per_sm)
+    latency_us = rounds * (iterations * max(cycles * COSTS.stall / rates.clock_mhz, load_us) + drain_us)
+    warps = config.warps_n * config.warps_k
+    sm_us = per_sm * rounds * (iterations * warps * cycles / SCHEDULERS + COSTS.tile) / rates.clock_mhz
+    memory_us = (problem.touched_bytes + problem.activation_bytes) / (READ_FRACTION * rates.read_gbs * 1e3)
+    read = units * problem.fragments.nbytes * (problem.top_k if sums_slots else 1)
+    memory_us = max(memory_us, read / (COSTS.l2 * rates.l2_gbs * 1e3))
+    fill_us = 0.0 if problem.reads_ahead else COSTS.fill * rates.latency_us
+    return COSTS.end_us + fill_us + p_norm((latency_us, sm_us, memory_us), COSTS.norm)
 
 
 EXPERT_GEMM = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS)

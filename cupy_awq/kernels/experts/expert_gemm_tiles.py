@@ -121,7 +121,7 @@ def plan(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) ->
 def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) -> float:
     """Return the run time in microseconds, by the constants of ``gemm_mma_fragments``, for uniform routing."""
     rates, k_tiles = device.rates, ceil_div(problem.k, WEIGHT_TILE_K)
-    units = expected_blocks(problem.pairs, problem.experts, config.block_m)
+    units = expected_blocks(problem.pairs, problem.experts, config.block_m, problem.top_k)
     cycles = warp_cycles(config, problem.of_expert(config.block_m), device)
     weight_bytes = config.tile_columns * problem.fragments.weight_tile_bytes
     elements = config.block_m * config.block_n
@@ -131,7 +131,7 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
         max((cycles + COSTS.sync) / rates.clock_mhz, rates.latency_us / config.stages) / config.warps_k,
         cycles * config.warps_n / SCHEDULERS + COSTS.store * elements / k_tiles,
         (weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K) / COSTS.shared_reads,
-        weight_bytes * expected_touched(problem.pairs, problem.experts) / units
+        weight_bytes * expected_touched(problem.pairs, problem.experts, problem.top_k) / units
         + problem.activation_bytes / max(1, tiles) / k_tiles,
         COSTS.start * rates.latency_us,
     )

@@ -18,8 +18,9 @@ from cupy_awq.kernels.gemm.problem import AWQ
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
-SORT_US, SUM_US = 2.5, 1.5
-"""The modelled overhead of the launches before and after the products of sorted rows, in microseconds."""
+SORT_US, SUM_US = 1.2, 0.6
+"""The time of a sort and of a sum over slots beyond that of a launch that reads and writes their bytes, in
+microseconds."""
 BLOCKS = (8, 16, 32, 48, 64, 80, 96, 128)
 """The numbers of rows per block of sorted rows to try; a block has rows of one expert."""
 ALIGNMENT = 256
@@ -133,23 +134,31 @@ def sort_step(pairs: int, experts: int, block: int, from_offsets: bool, ids: str
     return Step(TokenSort(pairs, experts, block, from_offsets), {"ids": ids, **ROUTING}), scratch
 
 
-def _few_tokens(layer: ExpertLayer) -> Steps:
-    """Return two launches: gate and up for each pair of token and expert, and the weighted sum of down per token."""
+def _token_pairs(layer: ExpertLayer, sums_apart: bool) -> Steps:
+    """Return the launches for few tokens, which need no sort: gate and up for each pair of token and expert, and down.
+
+    The weighted sum over the slots of a token is computed by the launch of down or, with ``sums_apart``, by a third.
+    """
     gate_up, down = _products(layer)
     gate_up = replace(gate_up, x_divisor=layer.top_k, ldx=layer.ldx)
-    down = replace(
-        down,
-        rows="tokens",
-        row_weights=True,
-        reads_ahead=True,
-        shared=layer.has_shared,
-        ldy=layer.ldy,
-        ld_shared=layer.ld_shared,
-    )
+    down = replace(down, row_weights=True, reads_ahead=True)
     routing = {"experts": "ids", "row_weights": "weights", "sorted_pairs": "", "sorted_count": ""}
     first = Step(gate_up, {**weight_buffers("gate_up"), **routing, "x": "x", "y": "h", "shared": ""})
-    second = Step(down, {**weight_buffers("down"), **routing, "x": "h", "y": "y", "shared": "shared"})
-    return Steps((first, second), {"h": gate_up.pairs * gate_up.n_out * ITEMSIZE[layer.dtype]})
+    itemsize = ITEMSIZE[layer.dtype]
+    scratch = {"h": gate_up.pairs * gate_up.n_out * itemsize}
+    buffers = {**weight_buffers("down"), **routing, "x": "h"}
+    if sums_apart:
+        steps = first, Step(down, {**buffers, "y": "pairs", "shared": ""}), _sum_step(layer)
+        return Steps(steps, {**scratch, "pairs": down.pairs * down.n * itemsize})
+    down = replace(down, rows="tokens", shared=layer.has_shared, ldy=layer.ldy, ld_shared=layer.ld_shared)
+    return Steps((first, Step(down, {**buffers, "y": "y", "shared": "shared"})), scratch)
+
+
+def _sum_step(layer: ExpertLayer) -> Step:
+    """Return the sum over the slots of each token."""
+    experts, sizes = layer.down.experts, (layer.ld_shared, layer.ldy)
+    total = ExpertSum(layer.m, layer.down.n, layer.top_k, experts, layer.dtype, layer.has_shared, True, *sizes)
+    return Step(total, {"pairs": "pairs", "ids": "ids", "shared": "shared", "y": "y"})
 
 
 def _sorted_rows(layer: ExpertLayer, block: int) -> Steps:
@@ -161,14 +170,11 @@ def _sorted_rows(layer: ExpertLayer, block: int) -> Steps:
     sort, scratch = sort_step(gate_up.pairs, experts, block, False, "ids")
     scratch |= {"h": gate_up.pairs * gate_up.n_out * itemsize, "pairs": down.pairs * down.n * itemsize}
     routing = {**ROUTING, "row_weights": "weights", "shared": ""}
-    total = ExpertSum(
-        layer.m, down.n, layer.top_k, experts, layer.dtype, layer.has_shared, True, layer.ld_shared, layer.ldy
-    )
     steps = (
         sort,
         Step(gate_up, {**weight_buffers("gate_up"), **routing, "x": "x", "y": "h"}),
         Step(down, {**weight_buffers("down"), **routing, "x": "h", "y": "pairs"}),
-        Step(total, {"pairs": "pairs", "ids": "ids", "shared": "shared", "y": "y"}),
+        _sum_step(layer),
     )
     return Steps(steps, scratch)
 
@@ -181,15 +187,18 @@ def _products(layer: ExpertLayer) -> tuple[ExpertProduct, ExpertProduct]:
 
 def list_steps(layer: ExpertLayer) -> Iterator[Steps]:
     """Yield all ways to compute a layer, of which a GPU may not support some."""
-    yield _few_tokens(layer)
+    yield _token_pairs(layer, sums_apart=False)
+    yield _token_pairs(layer, sums_apart=True)
     for block in BLOCKS:
         yield _sorted_rows(layer, block)
 
 
 def modelled_us(steps: Steps, device: Device) -> float:
     """Return the modelled run time in microseconds; infinity if no kernel of the GPU can run a step."""
-    total = SORT_US + SUM_US if len(steps.steps) > 2 else 0.0
+    overheads = {TokenSort: SORT_US, ExpertSum: SUM_US}
+    total = 0.0
     for step in steps.steps:
+        total += overheads.get(type(step.problem), 0.0)
         found = [some[0].us for some in select.candidates(step.problem, device).values() if not isinstance(some, str)]
         total += min(found, default=float("inf"))
     return total

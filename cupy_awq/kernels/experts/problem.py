@@ -29,27 +29,29 @@ def count_blocks(pairs: int, experts: int, block: int) -> int:
     return min(pairs, (pairs + experts * (block - 1)) // block)
 
 
-def expected_touched(pairs: int, experts: int) -> float:
+def expected_touched(pairs: int, experts: int, top_k: int = 1) -> float:
     """Return the expected number of experts with at least one of ``pairs`` rows, for uniform routing.
 
-    >>> round(expected_touched(8, 128), 1), round(expected_touched(1024, 8), 1)
-    (7.8, 8.0)
+    The ``top_k`` experts of a token are distinct.
+
+    >>> round(expected_touched(8, 128), 1), expected_touched(8, 128, 8), round(expected_touched(1024, 8), 1)
+    (7.8, 8.0, 8.0)
     """
-    return float(experts * (1 - (1 - 1 / experts) ** pairs))
+    return float(experts * (1 - (1 - min(top_k / experts, 1.0)) ** (pairs / top_k)))
 
 
-def expected_blocks(pairs: int, experts: int, block: int) -> float:
+def expected_blocks(pairs: int, experts: int, block: int, top_k: int = 1) -> float:
     """Return the expected number of blocks for uniform routing; the rows of an expert are about normally distributed.
 
     >>> round(expected_blocks(8, 128, 16), 1), round(expected_blocks(8192, 128, 64), 1)
     (7.8, 188.8)
     """
     mean = pairs / experts
-    deviation = max(math.sqrt(mean * (1 - 1 / experts)), 1e-9)
+    deviation = max(math.sqrt(mean * (1 - min(top_k / experts, 1.0))), 1e-9)
     # An expert has more than i full blocks if it has more than i * block rows.
     first, last = max(1, int((mean - 6 * deviation) / block)), int((mean + 6 * deviation) / block)
     more = (math.erfc((i * block + 0.5 - mean) / deviation / math.sqrt(2)) / 2 for i in range(first, last + 1))
-    return expected_touched(pairs, experts) + experts * (first - 1 + sum(more))
+    return expected_touched(pairs, experts, top_k) + experts * (first - 1 + sum(more))
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class ExpertProduct(KernelProblem):
     @property
     def touched_bytes(self) -> float:
         """The expected size in bytes of the weights of the experts that have rows."""
-        return expected_touched(self.pairs, self.experts) * self.fragments.nbytes
+        return expected_touched(self.pairs, self.experts, self.top_k) * self.fragments.nbytes
 
     @property
     def activation_bytes(self) -> int:

@@ -141,7 +141,7 @@ class SortTokens(SoleConfigFamily[TokenSort]):
 
     def plan(self, config: SoleConfig, problem: TokenSort, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are ids, sorted_pairs, experts and sorted_count."""
-        threads = 128 if problem.pairs <= 512 else 1024
+        threads = 512 if problem.pairs <= 2048 else 1024
         defines: dict[str, int | str] = {"EXPERTS": problem.experts, "FROM_OFFSETS": int(problem.from_offsets)}
         sizes = int32s(problem.pairs, problem.block, problem.blocks * problem.block)
         arguments = ("ids", "sorted_pairs", "experts", "sorted_count", *sizes)
