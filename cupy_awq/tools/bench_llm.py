@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -161,11 +162,14 @@ def synthetic(decoder: Decoder, group_size: int = 128, xp: Any = np) -> ModelFil
         whole: Array = xp.tile(pool, -(-size // pool.size)) if size > pool.size else pool
         return whole[:size].reshape(shape)
 
+    offsets = itertools.count(0, 32)
+
     def module(linear: LinearSpec) -> Module:
-        k, n = linear.k, linear.n
+        # With equal weights of gate and up, all tokens would take the same experts: SiLU(v) * v is positive.
+        offset, (k, n) = next(offsets) % (len(words) // 2), (linear.k, linear.n)
         groups = k // math.gcd(k, group_size)
         scales = (xp.abs(repeated(halves, (groups, n))) + np.float16(0.5)) * np.float16(0.1 * k**-0.5)
-        weight = PackedWeight(repeated(words, (k, n // 8)), scales, repeated(zeros, (groups, n // 8)))
+        weight = PackedWeight(repeated(words[offset:], (k, n // 8)), scales, repeated(zeros[offset:], (groups, n // 8)))
         return Module(weight, scaled((n,), 0.1) if linear.bias else None)
 
     def scaled(shape: tuple[int, ...], scale: float) -> Array:
@@ -242,21 +246,21 @@ def _untouched_bytes(decoder: Decoder, batch: int, group_size: int = 128) -> int
         count, mlp = block.router.linear.n, block.expert
         values = ((linear.n * linear.k, math.gcd(linear.k, group_size)) for linear in (mlp.gate, mlp.up, mlp.down))
         expert_bytes = sum(size / 2 + size // group * 5 / 2 for size, group in values)
-        total += (count - expected_touched(batch * block.router.top_k, count)) * expert_bytes
+        total += (count - expected_touched(batch * block.router.top_k, count, block.router.top_k)) * expert_bytes
     return round(total)
 
 
 def _measure(name: str, decoder: Decoder, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
     ops = model.ops
     cache = ops.make_cache(batch, prompt_tokens + steps + WARM_UP_STEPS)
-    prompt = np.random.default_rng(0).integers(0, decoder.vocab, prompt_tokens).tolist()
+    prompts = np.random.default_rng(0).integers(0, decoder.vocab, (batch, prompt_tokens)).tolist()
     loop = ops.make_decode_loop(partial(model.step_logits, cache), cache, Sampling())
     times = []
     for warm_up in (True, False):
         for row in range(1 if warm_up else batch):
-            cache.reuse_prefix(row, prompt[:1])
+            cache.reuse_prefix(row, prompts[row][:1])
             began = time.perf_counter()
-            loop.start(row, model.prompt_logits(cache, row, prompt))
+            loop.start(row, model.prompt_logits(cache, row, prompts[row]))
             times.append(time.perf_counter() - began)
     with contextlib.closing(loop):
         for _ in range(WARM_UP_STEPS):
