@@ -156,6 +156,8 @@ LAYOUTS = {
     16: (Warps(2, 2, 4, 2), Warps(2, 4, 2, 2), Warps(2, 2, 2, 4), Warps(2, 4, 1, 4)),
 }
 """The arrangements of a CTA's warps to try, by the number of rows per unit."""
+SPILLING = {8: ((2, 4), (2, 2)), 16: ((4, 1),)}
+"""The (warps_n, warps_k) by rows per unit with which registers spill if a weight tile has two groups."""
 MANY_SLICES = Warps(2, 1, 16, 1), Warps(1, 1, 16, 1)
 """Further arrangements for the sum over the slots of a token, along which K is long and there are few CTA tiles."""
 
@@ -174,8 +176,8 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
         for layout in LAYOUTS[block] + MANY_SLICES * has_many_slices:
             if problem.gated and layout.column_tiles * layout.warps_n % 2:
                 continue
-            if block > 8 and layout.warps_k == 1 and problem.fragments.groups == 2:
-                continue  # registers would spill
+            if problem.fragments.groups == 2 and (layout.warps_n, layout.warps_k) in SPILLING[block]:
+                continue
             depth = _depth(problem, block, layout.column_tiles)
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
             # The scales of small groups also take registers, so fewer CTAs share those of an SM.
