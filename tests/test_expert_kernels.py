@@ -15,6 +15,7 @@ import cupy_awq
 from cupy_awq import MoeLayer, PackedExperts
 from cupy_awq.expert_check import EXPERT_ACTIVATIONS
 from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
+from cupy_awq.kernels.experts.expert_gemm_sm90 import EXPERT_GEMM_SM90
 from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.layer import BLOCKS, ExpertLayer, list_steps, modelled_us, plan_layer
 from cupy_awq.kernels.experts.problem import ExpertProduct
@@ -39,7 +40,7 @@ from tests.experts import (
 from tests.test_kernels import BOUNDS, DTYPES, facts
 
 Array = Any
-MMA_FAMILIES: tuple[AnyFamily, ...] = (EXPERT_GEMM, EXPERT_GEMM_TILES)
+MMA_FAMILIES: tuple[AnyFamily, ...] = (EXPERT_GEMM, EXPERT_GEMM_TILES, EXPERT_GEMM_SM90)
 
 
 def mma_candidates(problem: ExpertProduct, here: Device) -> list[tuple[AnyFamily, Any]]:
@@ -149,7 +150,7 @@ def test_every_tile(backend: str, block: int) -> None:
 @pytest.mark.parametrize("family", MMA_FAMILIES, ids=lambda family: family.NAME)
 def test_clamped_swiglu_of_large_values(backend: str, family: AnyFamily) -> None:
     """Most gates and ups are beyond the limits of the clamped SwiGLU."""
-    here = replace(facts(80, backend), sm_count=2)
+    here = replace(facts(90 if family is EXPERT_GEMM_SM90 else 80, backend), sm_count=2)
     problem = ExpertProduct(
         "sorted", 20, 3, 64, 128, 64, block=16, activation="clampedsilu", gated=True, layout="fragments"
     )

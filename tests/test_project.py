@@ -60,7 +60,14 @@ KERNEL_FOLDERS = ("gemm", "int8", "conv2d", "dequantize", "decoder", "experts", 
 FOREIGN = {
     ("conv2d", "gemm"): {"conv2d_gemm"},
     ("decoder", "select"): {"decoder"},
-    ("experts", "gemm"): {"expert_gemm", "expert_gemm_simt", "expert_gemm_tiles", "layer", "problem"},
+    ("experts", "gemm"): {
+        "expert_gemm",
+        "expert_gemm_simt",
+        "expert_gemm_sm90",
+        "expert_gemm_tiles",
+        "layer",
+        "problem",
+    },
     ("experts", "select"): {"layer"},
 }
 """Imports between folders that are allowed: (folder, imported folder or module): the modules that may do so.

@@ -68,13 +68,17 @@ template <class T, class Options> struct Epilogue {
     return out;
   }
 
+  // Returns activation(gate) * up, where gate and up include their biases.
+  __device__ __forceinline__ float multiply(float gate, float up) const {
+    if constexpr (Options::kActivation == Activation::kClampedsilu) {
+      up = (up < -7.0f ? -7.0f : up > 7.0f ? 7.0f : up) + 1.0f;
+    }
+    return activate(gate) * up;
+  }
+
   // Returns activation(gate + gate bias) * (up + up bias), for the accumulators of a gate and of its up column.
   __device__ __forceinline__ float product(float gate, float up, int column) const {
-    float linear = biased(up, column + n / 2);
-    if constexpr (Options::kActivation == Activation::kClampedsilu) {
-      linear = (linear < -7.0f ? -7.0f : linear > 7.0f ? 7.0f : linear) + 1.0f;
-    }
-    return activate(biased(gate, column)) * linear;
+    return multiply(biased(gate, column), biased(up, column + n / 2));
   }
 
   // Returns the element of y, with activation and residual, for an accumulator.

@@ -20,6 +20,11 @@ __device__ __forceinline__ void cp_async_4(unsigned shared_address, const void* 
 // cp.async.commit_group: commits this thread's copies since the last call as one group.
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// cp.async.mbarrier.arrive.noinc: arrives at a barrier once all preceding cp.async of this thread have completed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // cp.async.wait_group: waits until at most the last PENDING groups of this thread are pending.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -21,6 +21,7 @@ from cupy_awq.kernels.dequantize.dequantize import DEQUANTIZE, Dequantization
 from cupy_awq.kernels.dequantize.int_to_fp16 import INT_TO_FP16, Conversion
 from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
 from cupy_awq.kernels.experts.expert_gemm_simt import EXPERT_GEMM_SIMT
+from cupy_awq.kernels.experts.expert_gemm_sm90 import EXPERT_GEMM_SM90
 from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.kernels.experts.routing import (
@@ -87,7 +88,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     DenseProduct: (DENSE_MMA, DENSE, DENSE_INT8_MMA, DENSE_INT8),
     TokenSampling: (SAMPLE_TOKEN,),
     ThresholdSearch: (SAMPLING_THRESHOLD,),
-    ExpertProduct: (EXPERT_GEMM, EXPERT_GEMM_TILES, EXPERT_GEMM_SIMT),
+    ExpertProduct: (EXPERT_GEMM, EXPERT_GEMM_TILES, EXPERT_GEMM_SM90, EXPERT_GEMM_SIMT),
     ExpertChoice: (CHOOSE_EXPERTS,),
     TokenSort: (SORT_TOKENS,),
     ExpertSum: (SUM_EXPERTS,),

@@ -3,7 +3,7 @@
 
 With landing "latest", the bytes arrive at the instruction that waits for them, and are marked in flight until then;
 with "earliest" they arrive at once. For the race detector, a copy is unordered with all accesses until it has been
-waited for.
+waited for; unlike bulk copies, it writes through the generic proxy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.simt.access import GENERIC
 from tests.simt.memory import IN_FLIGHT, READY
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class AsyncCopies:
             self._move(copy)
             machine.memory.shared.mark(copy.position, copy.size, READY)
         if machine.races:
-            machine.races.finish_write(copy.position, copy.size, copy.lanes, copy.at)
+            machine.races.finish_write(copy.position, copy.size, copy.lanes, copy.at | GENERIC)
 
     def _move(self, copy: _Copy) -> None:
         """Write the bytes of a copy to shared memory.

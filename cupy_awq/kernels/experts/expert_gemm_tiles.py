@@ -76,6 +76,28 @@ def _shared_bytes(config: GemmFragmentsConfig, problem: ExpertProduct) -> int:
     return config.shared_bytes(problem.of_expert(config.block_m)) + 4 * config.block_m
 
 
+def arguments(problem: ExpertProduct) -> tuple[Argument, ...]:
+    """Return the kernel arguments: the names of the buffers, sizes and factors."""
+    sizes = (
+        problem.pairs,
+        problem.routed_rows,
+        problem.experts,
+        problem.n,
+        problem.k,
+        problem.x_divisor,
+        problem.block,
+        problem.ldx or problem.k,
+        problem.ldy or problem.n_out,
+    )
+    factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
+    return (
+        *("weight", "bias", "row_weights", "y", "sorted_pairs", "experts", "sorted_count", "x"),
+        np.int64(problem.fragments.nbytes),
+        *map(np.int32, sizes),
+        *map(np.float32, factors),
+    )
+
+
 def plan(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
@@ -91,28 +113,11 @@ def plan(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) ->
         ("SHARED_BYTES", _shared_bytes(config, problem)),
     )
     units = count_blocks(problem.pairs, problem.experts, problem.block) * (problem.block // config.block_m)
-    sizes = (
-        problem.pairs,
-        problem.routed_rows,
-        problem.experts,
-        problem.n,
-        problem.k,
-        problem.x_divisor,
-        problem.block,
-        problem.ldx or problem.k,
-        problem.ldy or problem.n_out,
-    )
-    factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
-    scalars: tuple[Argument, ...] = (
-        np.int64(problem.fragments.nbytes),
-        *map(np.int32, sizes),
-        *map(np.float32, factors),
-    )
     return LaunchPlan(
         Kernel(f"experts/{NAME}.cu", NAME, defines, device.target),
         (min(units * ceil_div(problem.n, config.block_n), config.ctas_per_sm * device.sm_count), 1, 1),
         (config.threads, 1, 1),
-        ("weight", "bias", "row_weights", "y", "sorted_pairs", "experts", "sorted_count", "x", *scalars),
+        arguments(problem),
         _shared_bytes(config, problem),
         dependent=dependent,
     )

@@ -21,7 +21,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 SORT_US, SUM_US = 1.2, 0.6
 """The time of a sort and of a sum over slots beyond that of a launch that reads and writes their bytes, in
 microseconds."""
-BLOCKS = (8, 16, 32, 48, 64, 80, 96, 128)
+BLOCKS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
 """The numbers of rows per block of sorted rows to try; a block has rows of one expert."""
 ALIGNMENT = 256
 """The alignment of the parts of the scratch memory, in bytes."""

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The constants and the shared-memory layout of expert_gemm_sm90.cu, and its epilogue.
+#pragma once
+
+#include "gemm/gemm_sm90_large.cuh"
+#include "hopper/transposed_store.cuh"
+#include "ptx/barrier.cuh"
+
+// The constants that follow from those of the host, and those of the dense kernel. Host is the Config of the .cu file.
+template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
+  using Dense = GemmSm90Large<Host>;
+  // The row warps need more registers than the producer of the dense kernel.
+  static constexpr int kConsumerRegisters = Host::kWarpgroups == 2 ? 224 : 144;
+  static constexpr int kProducerRegisters = Host::kWarpgroups == 2 ? 56 : 80;
+  static constexpr int kRowWarps = 3, kRowThreads = 32 * kRowWarps;  // of the producers: those that copy x
+  static_assert(Host::kBlockM % 16 == 0, "rows are stored in chunks of 16");
+  static_assert(Host::kWarpgroups == 2 || Host::kWarpgroups == 3, "registers are divided for these");
+  static_assert(Host::kCluster == 1 && !Host::kStreamK && !Host::kHasResidual, "as the epilogue assumes");
+
+  // What the row warps tell the other warps about a tile; the first stage of the tile announces it.
+  struct Tile {
+    int32_t n_block;  // -1 after the last tile
+    int32_t expert;
+    int32_t ends[4];  // by row warp: the index of the last pair among its rows, plus 1; the maximum is that of the tile
+    int32_t unused[2];
+    uint32_t x[Host::kBlockM];     // byte offsets of the rows of x, [block of 8 rows][row % 2][row / 2 % 4]
+    int32_t pairs[Host::kBlockM];  // -1 in the padding
+    float weights[Host::kBlockM];  // the router's weights
+
+    __device__ __forceinline__ int end() const { return max(max(ends[0], ends[1]), ends[2]); }
+  };
+  using Tiles = SharedArray<Dense::SharedStorage::kBytes, Host::kTiles, sizeof(Tile)>;
+  using Copied = SharedArray<Tiles::kEnd, Host::kStages, kBarrierBytes>;  // barriers, see expert_gemm_sm90.cu
+  static_assert(Copied::kEnd == Host::kAllSharedBytes, "shared_bytes of the host's configuration differs");
+};
+
+// Stores a warpgroup's columns of a tile: row r goes to row tile.pairs[r] of y. stmatrix transposes the accumulators
+// into `buffer`, as in gemm_sm90_large_epilogue.cuh.
+template <class C> __device__ __forceinline__ void store_pairs(const typename C::Accumulators& accumulators,
+                                                               uint8_t* buffer, const typename C::Tile& tile,
+                                                               int n_block, int end, int warpgroup,
+                                                               const Epilogue<typename C::T, C>& epilogue,
+                                                               typename C::T* y, int n, int ldy, float result_factor) {
+  using T = typename C::T;
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int n_out = C::kGated ? n / 2 : n;
+  const int column_begin = (n_block * C::kWarpgroups + warpgroup) * C::kStoreN;
+  // accumulators[i][v] belongs to column my_column if v % 4 < 2, else to my_column + 8 (both plus 64 i), and to row
+  // v / 4 * 8 + my_row + v % 2.
+  const int my_column = column_begin + thread / 32 * 16 + lane / 4;
+  const int my_row = lane % 4 * 2;
+  float biases[C::kM64Tiles][2] = {};
+  if constexpr (C::kHasBias) {
+#pragma unroll
+    for (int i = 0; i < C::kM64Tiles; ++i) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int column = my_column + upper * 8 + (C::kGated ? 0 : i * 64);
+        if (column < n_out) biases[i][upper] = epilogue.biased(0.0f, column + (C::kGated ? i * (n / 2) : 0));
+      }
+    }
+  }
+  auto finish = [&](int i, int v) {
+    const int upper = v / 2 % 2;
+    const auto biased = [&](int j) { return fmaf(accumulators[j][v], result_factor, biases[j][upper]); };
+    float value;
+    if constexpr (C::kGated) {
+      value = epilogue.multiply(biased(0), biased(1));
+    } else {
+      value = epilogue.activate(biased(i));
+    }
+    if constexpr (C::kHasRowWeights) value *= tile.weights[v / 4 * 8 + my_row + v % 2];
+    return from_float<T>(value);
+  };
+  constexpr int kVectors = C::kStoreN / 8;  // number of 16-byte vectors per row
+  const uint32_t target = transposed_address<C::kStoreRowBytes>(buffer, thread / 32, lane);
+  for_each_constant<C::kBlockM / 16>([&](int chunk) {
+    if (chunk * 16 >= end) return;
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int i = 0; i < C::kStoreN / 64; ++i) {
+      store_transposed<C::kAccumulators>(target + i * 128, chunk * 8, [&](int v) { return finish(i, v); });
+    }
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int pass = 0; pass < kVectors / 8; ++pass) {
+      const int row = (pass * 128 + thread) / kVectors;
+      const int vector = (pass * 128 + thread) % kVectors;
+      const int pair = tile.pairs[chunk * 16 + row];
+      const int column = column_begin + vector * 8;
+      if (pair < 0 || column >= n_out) continue;
+      store<true>(y + static_cast<int64_t>(pair) * ldy + column,
+                  *reinterpret_cast<const Vector<T, 8>*>(buffer + row * C::kStoreRowBytes + vector * 16));
+    }
+  });
+}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``expert_gemm_sm90``: the grouped product of many rows per expert on Hopper's tensor cores.
+
+The kernel has the tiles and the main loop of ``gemm_sm90_large``. A unit is a block of ``block_m`` rows of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from cupy_awq.kernels.dtypes import ITEMSIZE
+from cupy_awq.kernels.experts.expert_gemm_tiles import MAX_X_ELEMENTS, arguments
+from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks, expected_blocks
+from cupy_awq.kernels.family import FunctionFamily, constants
+from cupy_awq.kernels.gemm.fragments import fragment_refusal
+from cupy_awq.kernels.gemm.gemm_sm90_large import MAX_STAGES, SHARED_BYTES_PER_CTA, GemmSm90LargeConfig
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Problem
+from cupy_awq.kernels.hopper import HOPPER, p_norm
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+NAME = "expert_gemm_sm90"
+SHAPES = {2: 128, 3: 80}
+"""The largest ``block_m`` by the number of consumer warpgroups; three are for gated problems.
+
+Each warpgroup has two m64 tiles; in a gated problem, one of the gate and one of the up projection.
+"""
+OVERESTIMATE = 1.1
+"""The ratio of modelled to measured times of ``expert_gemm_tiles`` (63 products, H100 and H200), for a fair choice."""
+FEW_REGISTERS_MOST = 48
+"""The largest ``block_m`` with three warpgroups where scales take more registers: bfloat16, or groups of 16."""
+
+
+@dataclass(frozen=True)
+class ExpertGemmSm90Costs:
+    """Constants of the cost model, fitted to 70 times of products of four models, of 64 to 4096 tokens, on an H200.
+
+    The root mean square of the relative errors is 5%. Rows cost more than their wgmma, as warps copy them one by one.
+
+    Attributes:
+        launch_us: overhead of the launch and latency of routing and first copies, in microseconds; not fitted.
+        conversion: cycles to dequantize the weights of a k tile (128 rows of W) and 128 columns, by ``warpgroups``.
+        tensor: time of the tensor cores, relative to that at the peak rate.
+        k_tile_norm: exponent of the p-norm of these two times, which overlap in part.
+        tile_cycles: cycles to start and to finish a tile.
+        last_wave: the part of a wave for which SMs wait at the end.
+        bandwidth: achieved fraction of the nominal bandwidth of device memory.
+        norm: exponent of the p-norm of the times of the SMs, of L2 and of device memory.
+    """
+
+    launch_us: float = 3.3
+    conversion: dict[int, float] = field(default_factory=lambda: {2: 603.0, 3: 506.0})
+    tensor: float = 1.42
+    k_tile_norm: float = 2.04
+    tile_cycles: float = 1670.0
+    last_wave: float = 0.68
+    bandwidth: float = 1.0
+    norm: float = 4.55
+
+
+COSTS = ExpertGemmSm90Costs()
+
+
+@dataclass(frozen=True)
+class ExpertGemmSm90Config(GemmSm90LargeConfig):
+    """A configuration of ``expert_gemm_sm90.cu``; `GemmSm90LargeConfig` describes the attributes."""
+
+    def tiles(self, problem: Problem) -> int:
+        """Return the number of tiles whose rows are in shared memory: those that can have a stage, and one more."""
+        return ceil_div(MAX_STAGES, ceil_div(problem.k, WEIGHT_TILE_K)) + 1
+
+    def tiles_bytes(self, problem: Problem) -> int:
+        """Return the size of these tiles' rows in bytes."""
+        return self.tiles(problem) * (32 + 12 * self.block_m)
+
+    def stages(self, problem: Problem) -> int:
+        left = SHARED_BYTES_PER_CTA - self.tiles_bytes(problem) - 16 * self.store_row_bytes
+        return min(MAX_STAGES, left // (self.stage_bytes(problem) + 8))
+
+    def store_rows(self, problem: Problem) -> int:
+        return 16
+
+    def shared_bytes(self, problem: Problem) -> int:
+        return super().shared_bytes(problem) + self.tiles_bytes(problem) + 8 * self.stages(problem)
+
+
+def refusal(problem: ExpertProduct, device: Device) -> str | None:
+    if problem.rows != "sorted":
+        return "takes rows that are sorted by expert"
+    if problem.x_rows * (problem.ldx or problem.k) >= MAX_X_ELEMENTS:
+        return f"needs x of less than {MAX_X_ELEMENTS} elements"
+    if problem.block % 16:
+        return f"needs blocks of a multiple of 16 rows, not {problem.block}"
+    if problem.dtype == "float16" and problem.wide_scales:
+        return "needs scales whose range float16 can hold"
+    return fragment_refusal(problem.of_expert(1), device, HOPPER)
+
+
+def configs(problem: ExpertProduct, device: Device) -> list[ExpertGemmSm90Config]:
+    return list(_configs(problem, device))
+
+
+def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmSm90Config]:
+    units = count_blocks(problem.pairs, problem.experts, problem.block)
+    for warpgroups, most in SHAPES.items():
+        if warpgroups == 3:
+            if not problem.gated:
+                continue
+            if problem.dtype == "bfloat16" or problem.group_size == 16:
+                most = FEW_REGISTERS_MOST
+        heights = (problem.block // parts for parts in range(1, problem.block // 16 + 1) if problem.block % parts == 0)
+        block_m = next(height for height in heights if height % 16 == 0 and height <= most)
+        shape = ExpertGemmSm90Config(1, 1, block_m=block_m, warpgroups=warpgroups)
+        tiles = units * (problem.block // block_m) * ceil_div(problem.n, shape.block_n)
+        yield replace(shape, ctas=min(tiles, device.sm_count))
+
+
+def plan(config: ExpertGemmSm90Config, problem: ExpertProduct, device: Device) -> LaunchPlan:
+    """Return the launch plan.
+
+    The buffers are weight (the fragment layouts of all experts), bias, row_weights, y, sorted_pairs, experts,
+    sorted_count and x.
+    """
+    unit = problem.of_expert(config.block_m)
+    defines: tuple[tuple[str, int | str], ...] = (
+        *problem.defines(),
+        *problem.fragments.defines(),
+        *constants(config, "block_m warpgroups m64_tiles"),
+        ("STAGES", config.stages(unit)),
+        ("TILES", config.tiles(unit)),
+        ("SHARED_BYTES", config.shared_bytes(unit)),
+    )
+    return LaunchPlan(
+        Kernel(f"experts/{NAME}.cu", NAME, defines, device.target),
+        (config.ctas, 1, 1),
+        (128 * (config.warpgroups + 1), 1, 1),
+        arguments(problem),
+        config.shared_bytes(unit),
+        dependent=True,
+    )
+
+
+def estimate_us(config: ExpertGemmSm90Config, problem: ExpertProduct, device: Device) -> float:
+    """Return the run time in microseconds for uniform routing, as a p-norm of the times of SMs, L2 and memory."""
+    rates, k_tiles, columns = device.rates, ceil_div(problem.k, WEIGHT_TILE_K), ceil_div(problem.n, config.block_n)
+    units = expected_blocks(problem.pairs, problem.experts, config.block_m, problem.top_k)
+    tensor = COSTS.tensor * config.block_m * 128 * WEIGHT_TILE_K / rates.tensor
+    k_tile = p_norm((COSTS.conversion[config.warpgroups], tensor), COSTS.k_tile_norm) * config.block_n / 128
+    waves = max(1.0, units * columns / device.sm_count + COSTS.last_wave)
+    sm_us = waves * (k_tiles * k_tile + COSTS.tile_cycles) / rates.clock_mhz
+    weight_bytes = config.block_n // WEIGHT_TILE_N * problem.fragments.weight_tile_bytes * k_tiles
+    l2_bytes = columns * (problem.pairs * problem.k * ITEMSIZE[problem.dtype] + units * weight_bytes)
+    memory_us = device.read_us(problem.touched_bytes + problem.activation_bytes) / COSTS.bandwidth
+    us = COSTS.launch_us + p_norm((sm_us, l2_bytes / (rates.l2_gbs * 1e3), memory_us), COSTS.norm)
+    return OVERESTIMATE * us
+
+
+EXPERT_GEMM_SM90 = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=HOPPER, layout=FRAGMENTS)
