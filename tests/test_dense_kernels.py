@@ -8,8 +8,9 @@ import pytest
 
 from cupy_awq.kernels.decoder import decoder as llm
 from tests.backends import BACKENDS, runner
+from tests.paged_cache import check_close, frozen, nan, normal
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
-from tests.test_llm_kernels import SIXTEEN, check_close, frozen, nan, normal
+from tests.test_llm_kernels import SIXTEEN
 
 
 def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu() -> None:

@@ -11,36 +11,24 @@ import numpy as np
 import pytest
 
 from cupy_awq.kernels.decoder import decoder as llm
-from cupy_awq.kernels.decoder.decode_attention import UNSPLIT_KEYS, attention_workspace
-from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS
+from cupy_awq.kernels.decoder.decode_attention import MAX_SPLITS, UNSPLIT_KEYS, attention_workspace
+from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS, SLOT_OPTIONS, slot_options
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from tests.backends import BACKENDS, runner
+from tests.paged_cache import (
+    check_close,
+    check_paged_attention,
+    check_paged_decode,
+    check_paged_rope,
+    frozen,
+    nan,
+    normal,
+    run_paged_decode,
+)
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
 
 SIXTEEN = ("float16", "bfloat16")
 CAPACITY, LENGTHS = 140, (0, 37, 65)
-
-
-def nan(*shape: int, dtype: Any) -> np.ndarray:
-    return np.full(shape, np.nan, dtype)
-
-
-def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return rng.standard_normal(shape).astype(dtype)
-
-
-def frozen(**arrays: np.ndarray) -> dict[str, np.ndarray]:
-    """Make arrays read-only, as a kernel must not write them, and return them."""
-    for a in arrays.values():
-        a.flags.writeable = False
-    return arrays
-
-
-def check_close(found: np.ndarray, wanted: np.ndarray, bound: float) -> None:
-    found = found.astype(np.float64)
-    assert np.isfinite(found).all(), f"{np.count_nonzero(~np.isfinite(found))} elements were not written"
-    assert np.linalg.norm(found - wanted) <= bound * np.linalg.norm(wanted)
-    assert np.abs(found - wanted).max() <= 10 * bound * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,6 +108,7 @@ def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
     plan = llm.plan_rope_cache(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     runner(backend)(plan, {**read, **arrays})
+    check_paged_rope(backend, arch, (norm, steps, CAPACITY), {**read, **arrays})
     q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     written = np.zeros(shape, bool)
     for row in range(m):
@@ -167,7 +156,9 @@ def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     out = nan(m, heads, head_dim, dtype=element)
     stride = kv_heads * CAPACITY * head_dim
     plan = llm.plan_attention(facts(arch, backend), m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
-    runner(backend)(plan, {**frozen(q=q, k=k, v=v, lengths=lengths), "out": out})
+    arrays = frozen(q=q, k=k, v=v, lengths=lengths)
+    runner(backend)(plan, {**arrays, "out": out})
+    check_paged_attention(backend, arch, steps, arrays, out)
     wanted = np.empty(out.shape)
     for row in range(m):
         i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
@@ -181,7 +172,7 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
     _, kv_heads, capacity, _ = arrays["k"].shape
     sizes = m, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
     plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, **options)
-    partials, counters = attention_workspace(plan, head_dim)
+    partials, counters = attention_workspace(plan, m, heads, head_dim)
     scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     runner(backend)(plan, {**arrays, **scratch})
     assert not scratch["counters"].any(), "the counters must be zero after the launch"
@@ -219,7 +210,9 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     is_ordered = heads % 2 == 0
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     arrays = {**read, "k": k, "v": v, "out": out, "positions": positions}
+    paged = run_paged_decode(backend, arch, arrays, 3, norm=norm, orders_out=is_ordered)
     run_decode_attention(backend, arch, dtype, arrays, norm=norm, orders_out=is_ordered)
+    check_paged_decode(paged, arrays, 2 * BOUNDS[dtype])
     if is_ordered:
         out = out.reshape(m, -1)[:, positions].reshape(out.shape)
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
@@ -254,9 +247,12 @@ def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, he
     out = nan(m, heads, head_dim, dtype=np.float16)
     read = frozen(qkv=qkv, cos=cos, sin=sin, lengths=lengths)
     arrays = {**read, "q_norm": None, "k_norm": None, "k": k, "v": v, "out": out}
+    paged = [run_paged_decode(backend, arch, arrays, splits, norm=False)["out"] for splits in (1, MAX_SPLITS)]
     run_decode_attention(backend, arch, "float16", arrays, norm=False)
     for i, keys in enumerate(lengths + 1):
-        check_close(out[i], attention(qkv[i, :heads], k[i, :, :keys], v[i, :, :keys]), 2 * BOUNDS["float16"])
+        wanted = attention(qkv[i, :heads], k[i, :, :keys], v[i, :, :keys])
+        for found in (out, *paged):
+            check_close(found[i], wanted, 2 * BOUNDS["float16"])
 
 
 def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
@@ -334,6 +330,51 @@ def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, 
     if sampling.repetition_penalty != 1:
         marked[np.arange(4), wanted] = 1
     np.testing.assert_array_equal(seen, marked)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("samples", [False, True])
+def test_rows_choose_tokens_with_the_options_of_their_slots(backend: str, arch: int, samples: bool) -> None:
+    """Each row of a batch uses the options of its own slot: those of the request, and the index of the completion."""
+    given = [
+        Sampling(temperature=0.8, seed=2**63 + 5),
+        Sampling(),
+        Sampling(temperature=1.2, top_k=5, seed=1),
+        Sampling(temperature=1.0, top_p=0.6, seed=2),
+        Sampling(temperature=1.0, min_p=0.3, seed=3),
+    ]
+    if not samples:
+        given = [Sampling(seed=i) for i in range(5)]
+    here, run, rng = facts(arch, backend), runner(backend), np.random.default_rng(4)
+    logits = (3 * rng.standard_normal((5, VOCAB))).astype(np.float32)
+    slots, lengths = np.array([3, 0, 6, 1, 5], np.int32), np.array([0, 5, 700, 2**20, 31], np.int32)
+    options = np.zeros(7, SLOT_OPTIONS)
+    for i, sampling in enumerate(given):
+        options[slots[i]] = slot_options(sampling, 10 + i)
+    read: dict[str, np.ndarray | None] = {**frozen(logits=logits, slots=slots, options=options), "seen": None}
+    limits = None
+    problem: dict[str, Any] = {"temperature": float(samples), "by_slot": True}
+    if samples:
+        limits = nan(5, dtype=np.float32)
+        run(llm.plan_sampling_threshold(here, 5, VOCAB, **problem), {**read, "limits": limits})
+    newest, counters, host_tokens = np.full(7, -7, np.int32), np.zeros(5, np.uint32), np.full(5, -7, np.int32)
+    written: dict[str, np.ndarray] = {
+        "tokens": newest,
+        "partials": np.zeros((5, MAX_SAMPLE_CTAS), np.uint64),
+        "counters": counters,
+    }
+    plan = llm.plan_sample_token(here, 5, VOCAB, **problem)
+    run(plan, {**read, **written, "limits": limits, "lengths": lengths, "host_tokens": host_tokens})
+    wanted = [
+        choose_token(logits[i], given[i], seen=np.zeros(VOCAB, bool), sequence=10 + i, position=int(lengths[i]) + 1)
+        for i in range(5)
+    ]
+    assert host_tokens.tolist() == wanted
+    assert newest[slots].tolist() == wanted
+    assert newest[[2, 4]].tolist() == [-7, -7]
+    assert lengths.tolist() == [0, 5, 700, 2**20, 31]
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

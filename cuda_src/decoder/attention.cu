@@ -7,31 +7,33 @@
 // sequence. Query head h reads KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
-//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
-//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token
+//   lengths  int32 [m / steps], the number of tokens of a sequence before row b * steps. With PAGED, steps is 1, row b
+//            is any token of any sequence, and -1, that of a padding row, means 0.
+//   k, v     the KV cache (kv_cache.cuh), whose slots are those of the rows; work is not used
 //
 // Limits: HEAD_DIM is a multiple of 8 up to 256. Architectures: all.
 // Grid (heads / HEADS, m): a CTA computes one row for HEADS query heads that share a KV head. Each group of LANES lanes
 // updates an online softmax over its share of the keys. Groups, then warps, are merged in a fixed order, so results are
 // bit-identical from run to run.
+#include "decoder/kv_cache.cuh"
 #include "decoder/online_softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kUnroll = UNROLL;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention(const X* q, const X* k, const X* v, const int32_t* lengths, X* out, int steps, int heads, int kv_heads,
-              int capacity, int64_t sequence_stride, float scale) {
+    attention(const X* q, const X* k, const X* v, const int32_t* lengths, PAGES_PARAMETERS X* out, int steps, int heads,
+              int kv_heads, int capacity, int64_t sequence_stride, float scale) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   launch_dependents_and_wait();
   const int head_block = blockIdx.x, row = blockIdx.y;
   const int sequence = row / steps;
-  const int keys = min(lengths[sequence] + row % steps + 1, capacity);
+  const int keys = min((kPaged ? max(lengths[row], 0) : lengths[sequence] + row % steps) + 1, capacity);
   const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
   const bool has_dims = d_begin < kHeadDim;
   const int kv_head = head_block * kHeads / (heads / kv_heads);
-  const int64_t cache_offset =
-      sequence * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim + d_begin;
+  const int slot = kPaged ? slots[row] : sequence;
+  const HeadCache cache(table, slot, kv_head, capacity, sequence_stride);
   const int64_t q_offset = (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim;
 
   float query[kHeads][8];
@@ -52,8 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int key = base + u * kGroups + group;
       is_valid[u] = key < keys;
       if (is_valid[u] && has_dims) {
-        load<true>(k_chunks[u], k + cache_offset + static_cast<int64_t>(key) * kHeadDim);
-        load<true>(v_chunks[u], v + cache_offset + static_cast<int64_t>(key) * kHeadDim);
+        const int64_t offset = cache.offset(key) + d_begin;
+        load<true>(k_chunks[u], k + offset);
+        load<true>(v_chunks[u], v + offset);
       }
     }
     softmax.add(query, k_chunks, v_chunks, is_valid);

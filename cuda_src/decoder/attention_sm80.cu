@@ -7,14 +7,17 @@
 // sequence. Query head h reads KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
-//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
-//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token
+//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token; not used with PAGED
+//   k, v     the KV cache (kv_cache.cuh). work has {first row, number of rows, position of the first row, slot} of each
+//            tile of up to 64 consecutive rows of one sequence; the position -1, that of a padding row, means 0. slots
+//            is not used.
 //
 // Limits: HEAD_DIM is a multiple of 16 up to 128. Architectures: sm_80 and newer.
-// Grid (ceil(steps / 64), heads, sequences): a CTA computes a tile of 64 queries, and each of its four warps 16 of
-// them. Tiles of 64 keys and values pass through a two-stage cp.async pipeline. Scores stay in registers: the
-// accumulators of q k^T, rounded to X, are operand A of the product with v (FlashAttention-2).
+// Grid (ceil(steps / 64), heads, sequences), with PAGED (tiles, heads, 1): a CTA computes a tile of up to 64 queries,
+// and each of its four warps 16 of them. Tiles of 64 keys and values pass through a two-stage cp.async pipeline. Scores
+// stay in registers: the accumulators of q k^T, rounded to X, are operand A of the product with v (FlashAttention-2).
 #include "decoder/dependent_launch.cuh"
+#include "decoder/kv_cache.cuh"
 #include "common/mma.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -33,23 +36,29 @@ constexpr float kMinScore = -1e30f;       // the initial maximum: finite, so tha
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, X* out, int steps, int heads,
-                   int kv_heads, int capacity, int64_t sequence_stride, float scale) {
+    attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, PAGES_PARAMETERS X* out, int steps,
+                   int heads, int kv_heads, int capacity, int64_t sequence_stride, float scale) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   // Two stages of keys and values, X [stage][k, v][kBlockN][kPitch].
   X* const shared = reinterpret_cast<X*>(dynamic_shared);
   const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   launch_dependents_and_wait();
   // Later queries attend to more keys, so the CTAs of later tiles start first.
-  const int m_begin = (gridDim.x - 1 - blockIdx.x) * kBlockM;
-  const int head = blockIdx.y, sequence = blockIdx.z;
-  const int cached = lengths[sequence];
+  int m_begin = (gridDim.x - 1 - blockIdx.x) * kBlockM;
+  const int head = blockIdx.y;
+  int sequence = blockIdx.z, cached = 0, first_row = 0;
+  if constexpr (kPaged) {
+    const int4 tile = work[blockIdx.x];
+    m_begin = 0, first_row = tile.x, steps = tile.y, cached = max(tile.z, 0), sequence = tile.w;
+  } else {
+    cached = lengths[sequence];
+  }
   const int keys = min(cached + min(m_begin + kBlockM, steps), capacity);
-  const int64_t cache_offset =
-      sequence * sequence_stride + static_cast<int64_t>(head / (heads / kv_heads)) * capacity * kHeadDim;
+  const HeadCache cache(table, sequence, head / (heads / kv_heads), capacity, sequence_stride);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int64_t pitch = static_cast<int64_t>(heads) * kHeadDim;
-  const X* const q_rows = q + static_cast<int64_t>(sequence) * steps * pitch + head * kHeadDim;
+  const int64_t row_offset = (kPaged ? first_row : static_cast<int64_t>(sequence) * steps) * pitch + head * kHeadDim;
+  const X* const q_rows = q + row_offset;
 
   auto fetch = [&](int tile) {
     constexpr int kChunks = kHeadDim / 8;  // number of 16-byte chunks per row of q, k or v
@@ -58,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const int key = tile * kBlockN + row;
       // Rows past the last key are filled with zeros: a masked probability of 0 times a NaN would be NaN.
       const uint32_t bytes = key < keys ? 16 : 0;
-      const int64_t source = cache_offset + static_cast<int64_t>(key < keys ? key : 0) * kHeadDim + chunk * 8;
+      const int valid = key < keys ? key : 0;
+      const int64_t source = cache.offset(valid) + chunk * 8;
       const uint32_t target = shared_address + 2 * ((tile & 1) * 2 * kTileValues + row * kPitch + chunk * 8);
       ptx::cp_async_16(target, k + source, bytes);
       ptx::cp_async_16(target + 2 * kTileValues, v + source, bytes);
@@ -86,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float row_max[2] = {kMinScore, kMinScore}, row_sum[2] = {0.0f, 0.0f};
   const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
 
-  const int tiles = ceil_div(keys, kBlockN);
-  for (int tile = 0; tile < tiles; ++tile) {
+  const int key_tiles = ceil_div(keys, kBlockN);
+  for (int tile = 0; tile < key_tiles; ++tile) {
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // The tile has landed, and all warps have finished reading the other stage.
-    if (tile + 1 < tiles) fetch(tile + 1);
+    if (tile + 1 < key_tiles) fetch(tile + 1);
     const uint32_t k_sh = shared_address + 2 * (tile & 1) * 2 * kTileValues;
     const uint32_t v_sh = k_sh + 2 * kTileValues;
 
@@ -162,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     row_sum[half] += __shfl_xor_sync(kFullWarp, row_sum[half], 1);
     row_sum[half] += __shfl_xor_sync(kFullWarp, row_sum[half], 2);
     if (rows[half] >= steps) continue;
-    X* row = out + static_cast<int64_t>(sequence) * steps * pitch + head * kHeadDim + rows[half] * pitch;
+    X* row = out + row_offset + rows[half] * pitch;
 #pragma unroll
     for (int j = 0; j < kOutTiles; ++j) {
       *reinterpret_cast<uint32_t*>(row + j * 8 + 2 * t) =

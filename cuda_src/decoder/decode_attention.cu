@@ -14,11 +14,11 @@
 
 constexpr int kUnroll = UNROLL;
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
-                                                      : kHeads > 4  ? 2
-                                                                    : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128          ? 1
+                                                      : kHeads > 4 || kPaged ? 2
+                                                                             : 3)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
+                     const int32_t* lengths, PAGES_PARAMETERS X* k, X* v, X* out, float* partials, uint32_t* counters,
                      POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride, float scale,
                      float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
@@ -26,77 +26,89 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  const int split = blockIdx.x, head_block = blockIdx.y, row = blockIdx.z;
-  const int head_block_index = row * gridDim.y + head_block;
-  const int position = lengths[row];
-  const int keys = min(position, capacity);  // number of keys in the cache, without the new one
-  const int split_keys = max(MIN_SPLIT_KEYS, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
-  const int splits = max(1, ceil_div(keys, split_keys));
-  if (split >= splits) return;
-  const int key_begin = split * split_keys, key_end = min(keys, key_begin + split_keys);
-  const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
-  const bool has_dims = d_begin < kHeadDim;
-  const int kv_head = head_block * kHeads / (heads / kv_heads);
-  const int64_t cache_offset = row * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim;
+  const int head_blocks = kPaged ? heads / kHeads : gridDim.y;
+  Items items(lengths, work, head_blocks);
+  if (!items.any()) return;
+  do {
+    const int split = items.split, head_block = items.head_block, row = items.row;
+    const int head_block_index = row * head_blocks + head_block;
+    const int position = kPaged ? max(items.position, 0) : items.position;
+    const int keys = min(position, capacity);  // number of keys in the cache, without the new one
+    int split_keys, splits;
+    if constexpr (kPaged) {
+      split_keys = range_size(min(position + 1, capacity));
+      splits = ceil_div(min(position + 1, capacity), split_keys);
+    } else {
+      split_keys = max(MIN_SPLIT_KEYS, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
+      splits = max(1, ceil_div(keys, split_keys));
+    }
+    if (split >= splits) return;
+    const int key_begin = split * split_keys, key_end = min(keys, key_begin + split_keys);
+    const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
+    const bool has_dims = d_begin < kHeadDim;
+    const int kv_head = head_block * kHeads / (heads / kv_heads);
+    const HeadCache cache(table, items.sequence, kv_head, capacity, sequence_stride);
 
-  Chunk k_chunks[kUnroll], v_chunks[kUnroll];
-  bool is_valid[kUnroll];
-  auto fetch = [&](int base) {
+    Chunk k_chunks[kUnroll], v_chunks[kUnroll];
+    bool is_valid[kUnroll];
+    auto fetch = [&](int base) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int key = base + u * kGroups + group;
-      is_valid[u] = key < key_end;
-      k_chunks[u] = {};
-      v_chunks[u] = {};
-      if (is_valid[u] && has_dims) {
-        load<true>(k_chunks[u], k + cache_offset + static_cast<int64_t>(key) * kHeadDim + d_begin);
-        load<true>(v_chunks[u], v + cache_offset + static_cast<int64_t>(key) * kHeadDim + d_begin);
+      for (int u = 0; u < kUnroll; ++u) {
+        const int key = base + u * kGroups + group;
+        is_valid[u] = key < key_end;
+        k_chunks[u] = {};
+        v_chunks[u] = {};
+        if (is_valid[u] && has_dims) {
+          const int64_t offset = cache.offset(key) + d_begin;
+          load<true>(k_chunks[u], k + offset);
+          load<true>(v_chunks[u], v + offset);
+        }
+      }
+    };
+    fetch(key_begin);
+    const int64_t factor_offset = static_cast<int64_t>(min(position, capacity - 1)) * kHalf;
+    const TokenFactors token(cos + factor_offset, sin + factor_offset, q_norm, k_norm);
+    if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+
+    const bool appends = split == splits - 1 && position < capacity;
+    const int64_t append_offset = cache.offset(kPaged ? min(position, capacity - 1) : position);
+    // Scores are multiplied by log2(e) beforehand, so that exp2 replaces exp.
+    token.rotate_and_append(
+        qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
+        appends, kPaged && items.position < 0, new_key, new_value, k + append_offset, v + append_offset,
+        [&](int head, const Pairs& pairs) { pairs.store(queries[head], scale * 1.4426950408889634f); });
+    __syncthreads();
+
+    float query[kHeads][8];
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        Vector<float, 4> values = {};
+        if (has_dims) load<true>(values, &queries[head][d_begin + i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) query[head][i + j] = values.values[j];
       }
     }
-  };
-  fetch(key_begin);
-  const int64_t factor_offset = static_cast<int64_t>(min(position, capacity - 1)) * kHalf;
-  const TokenFactors token(cos + factor_offset, sin + factor_offset, q_norm, k_norm);
-  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
-
-  const bool appends = split == splits - 1 && position < capacity;
-  const int64_t append_offset = cache_offset + static_cast<int64_t>(position) * kHeadDim;
-  // Scores are multiplied by log2(e) beforehand, so that exp2 replaces exp.
-  token.rotate_and_append(
-      qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
-      appends, new_key, new_value, k + append_offset, v + append_offset,
-      [&](int head, const Pairs& pairs) { pairs.store(queries[head], scale * 1.4426950408889634f); });
-  __syncthreads();
-
-  float query[kHeads][8];
-#pragma unroll
-  for (int head = 0; head < kHeads; ++head) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      Vector<float, 4> values = {};
-      if (has_dims) load<true>(values, &queries[head][d_begin + i]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) query[head][i + j] = values.values[j];
+    OnlineSoftmax softmax;
+    for (int base = key_begin; base < key_end; base += kGroups * kUnroll) {
+      if (base != key_begin) fetch(base);
+      softmax.add(query, k_chunks, v_chunks, is_valid);
     }
-  }
-  OnlineSoftmax softmax;
-  for (int base = key_begin; base < key_end; base += kGroups * kUnroll) {
-    if (base != key_begin) fetch(base);
-    softmax.add(query, k_chunks, v_chunks, is_valid);
-  }
-  if (appends) {
-    Chunk key[1] = {}, value[1] = {};
-    const bool is_own_key[1] = {group == 0};
-    if (has_dims) {
-      load<true>(key[0], new_key + d_begin);
-      load<true>(value[0], new_value + d_begin);
+    if (appends) {
+      Chunk key[1] = {}, value[1] = {};
+      const bool is_own_key[1] = {group == 0};
+      if (has_dims) {
+        load<true>(key[0], new_key + d_begin);
+        load<true>(value[0], new_value + d_begin);
+      }
+      softmax.add(query, key, value, is_own_key);
     }
-    softmax.add(query, key, value, is_own_key);
-  }
-  softmax.merge_groups();
-  softmax.store(warp_softmaxes);
-  __syncthreads();
-  merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block),
-               partials + static_cast<int64_t>(head_block_index) * kMaxSplits * kHeads * kSplitFloats,
-               counters + head_block_index);
+    softmax.merge_groups();
+    softmax.store(warp_softmaxes);
+    __syncthreads();
+    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block),
+                 partials + static_cast<int64_t>(head_block_index) * kMaxSplits * kHeads * kSplitFloats,
+                 counters + head_block_index);
+  } while (items.next());
 }

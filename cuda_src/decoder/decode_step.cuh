@@ -9,7 +9,8 @@
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
 //   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
 //   lengths         int32 [m], the positions of the new tokens; a token at a position >= capacity is not appended
-//   k, v            X [m, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
+//   k, v            the KV cache (kv_cache.cuh). work is {items, 0, 0, 0} and then {row, range, position, slot} of each
+//                   item; a padding row has position -1 and is not appended. lengths and slots are not used then.
 //   out             X [m, heads * HEAD_DIM]; with ORDER_OUT, column i of a row is stored at positions[i]
 //   positions       int32 [heads * HEAD_DIM], a permutation; with ORDER_OUT only
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
@@ -20,10 +21,16 @@
 // MIN_SPLIT_KEYS keys, and CTAs without keys exit, so a captured launch can be replayed for any length. Warps, then
 // splits, are merged in a fixed order, so results are bit-identical from run to run.
 //
-// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. This is safe because a decode step
-// starts with `embed`, which is launched without PDL after all preceding kernels have finished.
+// With PAGED, the grid is (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes. An item
+// is a range of keys of a row, whose size (key_ranges.cuh) depends on the length of the row and on m, but not on other
+// rows. So a long row does not delay short ones.
+//
+// PDL: `lengths`, `work`, `table` and the cached keys and values are read before griddepcontrol.wait. This is safe
+// because a decode step starts with `embed`, which is launched without PDL after all preceding kernels have finished.
 #pragma once
 
+#include "decoder/key_ranges.cuh"
+#include "decoder/kv_cache.cuh"
 #include "decoder/softmax_merge.cuh"
 #include "decoder/rope.cuh"
 #include "common/positions.cuh"
@@ -31,9 +38,55 @@
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
+constexpr int kFetchedSplits = kPaged ? 8 : kMaxSplits;  // number of splits that a thread merges at a time
 constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split in `partials`: acc, row_max, row_sum
 
 static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
+static_assert(kMaxSplits % kFetchedSplits == 0, "the last splits that a thread merges are within the bounds");
+
+// The items of work of a CTA, one after the other: a range of the keys of a row, for one block of query heads. Without
+// PAGED there is one item, the CTA's place in the grid.
+struct Items {
+  __device__ __forceinline__ Items(const int32_t* lengths, const int4* work, int head_blocks)
+      : work(work + 1), head_blocks(head_blocks) {
+    if constexpr (kPaged) {
+      count = work->x * head_blocks;
+      i = blockIdx.x;
+      if (i < count) next_item = this->work[i / head_blocks];
+      take();
+    } else {
+      row = blockIdx.z, head_block = blockIdx.y, split = blockIdx.x;
+      position = lengths[row], sequence = row;
+    }
+  }
+
+  // Whether the CTA has an item at all.
+  __device__ __forceinline__ bool any() const { return !kPaged || i < count; }
+
+  // Goes to the next item; returns false after the last one. It reuses the shared memory: a CTA barrier is between the
+  // last reads of each array by an item and the writes of the next one.
+  __device__ __forceinline__ bool next() {
+    if constexpr (!kPaged) return false;
+    i += gridDim.x;
+    if (i >= count) return false;
+    take();
+    return true;
+  }
+
+  int row, head_block, split, position, sequence;
+
+ private:
+  // Takes the item that has been loaded, and loads the one after it while this one is computed.
+  __device__ __forceinline__ void take() {
+    row = next_item.x, split = next_item.y, position = next_item.z, sequence = next_item.w;
+    head_block = i % head_blocks;
+    if (i + gridDim.x < count) next_item = work[(i + gridDim.x) / head_blocks];
+  }
+
+  const int4* work;
+  int head_blocks, count, i;
+  int4 next_item;
+};
 
 // What a lane needs to rotate and normalize the new token: RoPE factors and RMSNorm weights, loaded before the PDL
 // wait.
@@ -49,12 +102,12 @@ struct TokenFactors {
   }
 
   // Applies RMSNorm and RoPE to the query heads of this CTA, each warp to one head at a time, and passes the results to
-  // take(head, pairs). If `appends`, also writes the new key and value to shared memory (new_key, new_value) and to the
-  // cache (k, v).
+  // take(head, pairs). If `appends`, also writes the new key and value to shared memory (new_key, new_value) and,
+  // unless the row `is_padding`, to the cache.
   template <class Take> __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads,
                                                                           int head_block, int kv_head, float eps,
-                                                                          bool appends, X* new_key, X* new_value, X* k,
-                                                                          X* v, Take take) const {
+                                                                          bool appends, bool is_padding, X* new_key,
+                                                                          X* new_value, X* k, X* v, Take take) const {
     for (int unit = threadIdx.x / 32; unit < kHeads + (appends ? 2 : 0); unit += kWarps) {
       const bool is_q = unit < kHeads, is_v = unit == kHeads + 1;
       const X* in = qkv + (is_q ? head_block * kHeads + unit : heads + (is_v ? kv_heads : 0) + kv_head) * kHeadDim;
@@ -65,7 +118,7 @@ struct TokenFactors {
       } else {
         if (!is_v) pairs.norm_and_rotate(k_weight, rotation, eps);
         pairs.store(is_v ? new_value : new_key);
-        pairs.store(is_v ? v : k);
+        if (!is_padding) pairs.store(is_v ? v : k);
       }
     }
   }
@@ -132,16 +185,16 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
   }
   __syncthreads();
   if (!is_last) return;
-  float2 acc[kMaxSplits];
-  auto fetch_acc = [&](int i) {
+  float2 acc[kFetchedSplits];
+  auto fetch_acc = [&](int i, int begin) {
 #pragma unroll
-    for (int other = 0; other < kMaxSplits; ++other) {
-      const float* partial = partials + (other * kHeads + i / kHeadDim) * kSplitFloats + i % kHeadDim;
-      acc[other] = other < splits ? __ldcg(reinterpret_cast<const float2*>(partial)) : float2{0.0f, 0.0f};
+    for (int j = 0; j < kFetchedSplits; ++j) {
+      const float* partial = partials + ((begin + j) * kHeads + i / kHeadDim) * kSplitFloats + i % kHeadDim;
+      acc[j] = begin + j < splits ? __ldcg(reinterpret_cast<const float2*>(partial)) : float2{0.0f, 0.0f};
     }
   };
   const int first = 2 * threadIdx.x;
-  if (first < kHeads * kHeadDim) fetch_acc(first);
+  if (first < kHeads * kHeadDim) fetch_acc(first, 0);
   for (int head = warp; head < kHeads; head += kWarps) {
     float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of the split that this lane merges
     if (lane < splits) {
@@ -153,13 +206,16 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
   }
   __syncthreads();
   for (int i = first; i < kHeads * kHeadDim; i += 2 * THREADS) {
-    if (i != first) fetch_acc(i);
+    if (i != first) fetch_acc(i, 0);
     float2 merged = {0.0f, 0.0f};
+    for (int begin = 0; begin < (kPaged ? splits : 1); begin += kFetchedSplits) {
+      if (kPaged && begin > 0) fetch_acc(i, begin);
 #pragma unroll
-    for (int other = 0; other < kMaxSplits; ++other) {
-      const float factor = factors[i / kHeadDim][other];
-      merged.x += factor * acc[other].x;
-      merged.y += factor * acc[other].y;
+      for (int j = 0; j < kFetchedSplits; ++j) {
+        const float factor = factors[i / kHeadDim][begin + j];
+        merged.x += factor * acc[j].x;
+        merged.y += factor * acc[j].y;
+      }
     }
     out.store_pair(i, merged.x, merged.y);
   }

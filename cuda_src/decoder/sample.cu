@@ -10,16 +10,21 @@
 // noise = -log(-log(u)) is Gumbel noise; u is a hash of seed, sequence, position and token. The argmax is then a sample
 // from the softmax of the scaled values.
 //
+// With BY_SLOT, row r is a row of any sequence, slots[r], which has options of its own. At temperature 0 its token is
+// the argmax.
+//
 //   logits       float32 [sequences, vocab]
 //   seen         uint8 [sequences, vocab], 1 for the tokens of the text so far; sample_token also sets the new token
 //   limits       float32 [sequences]; null if sample_token may sample every token
-//   tokens       int32 [sequences], the new tokens; -1 if the logits contain NaN
+//   slots        int32 [sequences]; with BY_SLOT only
+//   options      Options [all sequences], by slot; with BY_SLOT, in place of first_sequence, seed and the other options
+//   tokens       int32 [sequences], the new tokens; -1 if the logits contain NaN. With BY_SLOT, stored by slot.
 //   lengths      int32 [sequences], the position of the new token; with ADVANCE the position - 1, which sample_token
 //                increments
 //   partials     uint64 [sequences, CTAs], the maximum of each CTA
 //   counters     uint32 [sequences], zero before and after the launch
 //   host_tokens  int32 [sequences, 2] in pinned host memory; with ADVANCE, the new token is written at index
-//                position % 2, where it stays for two steps
+//                position % 2, where it stays for two steps. With BY_SLOT, int32 [rows].
 //
 // Limits: none. Architectures: all.
 // Grids: (CTAs, sequences) for sample_token, where first_sequence is the index in the batch of the first sequence;
@@ -29,6 +34,7 @@
 constexpr bool kSamples = SAMPLES;
 constexpr bool kPenalty = PENALTY;
 constexpr bool kAdvance = ADVANCE;
+constexpr bool kBySlot = BY_SLOT;
 constexpr int kWarps = THREADS / 32;
 constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // number of loads in flight per thread; more would spill
 
@@ -52,6 +58,21 @@ __device__ __forceinline__ uint64_t mix(uint64_t z) {
 
 constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;  // the increment of splitmix64, 2^64 divided by the golden ratio
 
+// The options of one sequence; choice takes the place of its index in the noise.
+struct Options {
+  uint64_t seed;
+  int32_t choice, top_k;
+  float temperature, top_p, log_min_p, padding;
+};
+
+#if BY_SLOT
+#define SLOTS_PARAMETERS const int32_t *slots, const Options *options,
+#else
+#define SLOTS_PARAMETERS
+constexpr const int32_t* slots = nullptr;
+constexpr const Options* options = nullptr;
+#endif
+
 struct Logits {
   const float* row;
   const uint8_t* seen;
@@ -64,7 +85,7 @@ struct Logits {
     if constexpr (kPenalty) {
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
     }
-    return kSamples ? value / temperature : value;
+    return kSamples && (!kBySlot || temperature > 0.0f) ? value / temperature : value;
   }
 };
 
@@ -90,18 +111,24 @@ __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample_token(const float* logits, uint8_t* seen, const float* limits, int32_t* tokens, int32_t* lengths,
-                 uint64_t* partials, uint32_t* counters, int32_t* host_tokens, int vocab, int first_sequence,
-                 uint64_t seed, float temperature, float penalty) {
+    sample_token(const float* logits, uint8_t* seen, const float* limits, SLOTS_PARAMETERS int32_t* tokens,
+                 int32_t* lengths, uint64_t* partials, uint32_t* counters, int32_t* host_tokens, int vocab,
+                 int first_sequence, uint64_t seed, float temperature, float penalty) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
   launch_dependents_and_wait();
   const int row = blockIdx.y, ctas = gridDim.x;
   const int64_t start = static_cast<int64_t>(row) * vocab;
+  int sequence = first_sequence + row;
+  if constexpr (kBySlot) {
+    const Options own = options[slots[row]];
+    sequence = own.choice, seed = own.seed, temperature = own.temperature;
+  }
   const Logits values{logits + start, seen + start, temperature, penalty};
   // Returns the position in the sequence of the token that is chosen now.
-  const uint64_t position = lengths[row] + (kAdvance ? 1 : 0);
-  const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_sequence + row) << 32 | position) * kStep);
+  const uint64_t position = lengths[row] + (kAdvance || kBySlot ? 1 : 0);
+  const uint64_t hash = mix(seed + (static_cast<uint64_t>(sequence) << 32 | position) * kStep);
+  const bool adds_noise = !kBySlot || temperature > 0.0f;
   const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);  // minus infinity: no limit
   uint64_t best = 0;
   auto consider = [&](int token, float logit) {
@@ -111,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const auto bits = static_cast<uint32_t>(mix(hash + token * kStep) >> 41);
       // The factor 2^-23 makes a random number within (0, 1).
       const float uniform = (static_cast<float>(bits) + 0.5f) * 1.1920928955078125e-7f;
-      value += -logf(-logf(uniform));
+      if (adds_noise) value += -logf(-logf(uniform));
     }
     // Among equal values, the low word of the key makes the smallest token win.
     const uint64_t key = static_cast<uint64_t>(key_of(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(token));
@@ -163,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0) {
     const bool is_nan = (best >> 32) == 0xffffffffu;
     const int token = is_nan ? -1 : static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
-    tokens[row] = token;
+    tokens[kBySlot ? slots[row] : row] = token;
+    if constexpr (kBySlot) host_tokens[row] = token;
     if (kPenalty && !is_nan) seen[start + token] = 1;
     if constexpr (kAdvance) {
       host_tokens[2 * row + position % 2] = token;
@@ -211,12 +239,20 @@ template <class Weight> __device__ __forceinline__ float find_threshold(const Lo
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sampling_threshold(const float* logits, uint8_t* seen, float* limits, int vocab, int top_k, float temperature,
-                       float penalty, float top_p, float log_min_p) {
+    sampling_threshold(const float* logits, uint8_t* seen, float* limits, SLOTS_PARAMETERS int vocab, int top_k,
+                       float temperature, float penalty, float top_p, float log_min_p) {
   __shared__ uint64_t shared[kWarps];
   __shared__ RadixSelect radix_select;
   launch_dependents_and_wait();
   const int64_t start = static_cast<int64_t>(blockIdx.y) * vocab;
+  if constexpr (kBySlot) {
+    const Options own = options[slots[blockIdx.y]];
+    temperature = own.temperature, top_k = own.top_k, top_p = own.top_p, log_min_p = own.log_min_p;
+    if (temperature == 0.0f || (top_k == 0 && top_p == 1.0f && isinf(log_min_p))) {
+      if (threadIdx.x == 0) limits[blockIdx.y] = __int_as_float(0xff800000);  // minus infinity keeps all tokens
+      return;
+    }
+  }
   const Logits values{logits + start, seen + start, temperature, penalty};
   uint64_t highest = 0;
   for (int token = threadIdx.x; token < vocab; token += THREADS) {

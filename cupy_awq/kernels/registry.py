@@ -10,6 +10,7 @@ from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.problem import Convolution
 from cupy_awq.kernels.decoder.attention import ATTENTION, ATTENTION_SM80, Attention
+from cupy_awq.kernels.decoder.begin_step import BEGIN_STEP, StepPreparation
 from cupy_awq.kernels.decoder.decode_attention import DECODE_ATTENTION, DECODE_ATTENTION_SM80, DecodeAttention
 from cupy_awq.kernels.decoder.dense import DENSE, DENSE_INT8, DENSE_INT8_MMA, DENSE_MMA, DenseProduct
 from cupy_awq.kernels.decoder.embed import EMBED, Embedding
@@ -80,6 +81,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     GroupRefinement: (REFINE_GROUP,),
     ChannelRounding: (ROUND_CHANNELS,),
     Embedding: (EMBED,),
+    StepPreparation: (BEGIN_STEP,),
     RmsNormalization: (RMS_NORM,),
     GatedActivation: (SWIGLU,),
     RopeCaching: (ROPE_CACHE,),

@@ -12,6 +12,7 @@ from cupy_awq.kernels.decoder.common import (
     MAX_SIMT_HEADS,
     SIMT_FACTOR,
     attention_threads,
+    cache_buffers,
     count_cta_heads,
     int32s,
     plan_launch,
@@ -39,6 +40,8 @@ class Attention(MemoryBoundProblem):
         capacity: largest number of tokens per sequence in the KV cache.
         sequence_stride: stride of the KV cache between sequences, in elements.
         dtype: dtype of q, the cache and the result, "float16" or "bfloat16".
+        tiles: 0 if the KV cache is contiguous. Else the cache consists of blocks, sequence_stride is the stride between
+            them, and ``steps`` is 1; it is the number of tiles of `PREFILL_TILE` rows, each of one sequence.
     """
 
     m: int
@@ -49,12 +52,14 @@ class Attention(MemoryBoundProblem):
     capacity: int
     sequence_stride: int
     dtype: str
+    tiles: int = 0
 
     COMMON = tuple(
-        (2, 2, 8 * group, 8, head_dim, 8, 8, dtype)
+        (2, 1, 8 * group, 8, head_dim, 32, 8, dtype, tiles)
         for dtype in ("float16", "bfloat16")
         for head_dim, _, groups in COMMON_HEADS
         for group in groups
+        for tiles in (0, 1)
     )
 
     def __str__(self) -> str:
@@ -69,13 +74,13 @@ class Attention(MemoryBoundProblem):
 
     def defines(self) -> dict[str, int | str]:
         """Return the compile-time constants (name, value) of both kernels."""
-        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
+        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim, "PAGED": int(self.tiles > 0)}
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of both kernels; the buffers are q, k, v, lengths and out."""
+        """Return the arguments of both kernels; the buffers are q, k, v, those of `cache_buffers` and out."""
         sizes = int32s(self.steps, self.heads, self.kv_heads, self.capacity)
         scalars = (*sizes, np.int64(self.sequence_stride), np.float32(self.head_dim**-0.5))
-        return ("q", "k", "v", "lengths", "out", *scalars)
+        return ("q", "k", "v", *cache_buffers(self.tiles > 0), "out", *scalars)
 
 
 class AttentionSm80(SoleConfigFamily[Attention]):
@@ -93,6 +98,8 @@ class AttentionSm80(SoleConfigFamily[Attention]):
     def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Attention.arguments`."""
         grid = (ceil_div(problem.steps, PREFILL_TILE), problem.heads, problem.m // problem.steps)
+        if problem.tiles:
+            grid = (problem.tiles, problem.heads, 1)
         stages, tensors, padded_row_bytes = 2, 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
         shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
         arguments = problem.arguments()

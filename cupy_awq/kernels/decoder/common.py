@@ -37,6 +37,11 @@ def plan_launch(
     return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, shared_bytes, dependent=dependent)
 
 
+def cache_buffers(is_paged: bool) -> tuple[str, ...]:
+    """Return the names of the buffers that say where the rows of a launch are in the KV cache."""
+    return ("lengths", "slots", "work", "table") if is_paged else ("lengths",)
+
+
 def int32s(*values: int) -> tuple[Argument, ...]:
     """Return kernel arguments of type int32 with these values."""
     return tuple(map(np.int32, values))

@@ -16,6 +16,7 @@ from cupy_awq.kernels.decoder.common import (
     MAX_SIMT_HEADS,
     SIMT_FACTOR,
     attention_threads,
+    cache_buffers,
     count_cta_heads,
     int32s,
     plan_launch,
@@ -33,6 +34,8 @@ MAX_COUNTERS = 1 << 16
 """The number of counters that the kernels can use; m * heads must not exceed it."""
 MIN_SPLIT_KEYS = 64
 """The smallest number of keys per split."""
+RANGE_KEYS = 1024
+"""The largest number of keys per split of a paged cache, for rows that then have at most `MAX_SPLITS`."""
 UNSPLIT_KEYS = 256
 """The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100).
 
@@ -50,6 +53,8 @@ class DecodeAttention(KernelProblem):
         eps: epsilon of the RMSNorm of heads.
         norm: whether RMSNorm is applied to each head of q and k first.
         orders_out: whether the columns of the result are permuted: column i is stored at column ``positions[i]``.
+        splits: 0 if the KV cache is contiguous. Else the number of splits of a row, as from `choose_splits`; the cache
+            then consists of blocks, and sequence_stride is the stride between them.
     """
 
     m: int
@@ -62,13 +67,14 @@ class DecodeAttention(KernelProblem):
     eps: float
     norm: bool
     orders_out: bool = False
+    splits: int = 0
 
     COMMON = tuple(
-        (m, 8 * group, 8, head_dim, 8, 8, dtype, 1e-6, norm)
+        (m, 8 * group, 8, head_dim, 32, 8, dtype, 1e-6, norm, False, splits)
         for dtype in ("float16", "bfloat16")
         for head_dim, norm, groups in COMMON_HEADS
         for group in groups
-        for m in (1, 64)
+        for m, splits in ((1, 0), (64, 0), (1, 16), (64, 1))
     )
 
     def __str__(self) -> str:
@@ -78,14 +84,17 @@ class DecodeAttention(KernelProblem):
     def defines(self) -> dict[str, int | str]:
         """Return the compile-time constants (name, value) of both kernels."""
         constants: dict[str, int | str] = {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
-        return {**constants, "QK_NORM": int(self.norm), "ORDER_OUT": int(self.orders_out)}
+        options = {"QK_NORM": int(self.norm), "ORDER_OUT": int(self.orders_out), "PAGED": int(self.splits > 0)}
+        return {**constants, **options, **range_constants(self.splits or 1)}
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of both kernels: qkv, q_norm, k_norm, cos, sin, lengths, k, v, out, workspace, sizes.
+        """Return the arguments of both kernels: qkv, q_norm, k_norm, cos, sin, the cache, out, the workspace and sizes.
 
-        The workspace is partials and counters; with ``orders_out`` the buffer positions follows.
+        The cache is that of `cache_buffers`, k and v; the workspace is partials and counters; with ``orders_out`` the
+        buffer positions follows.
         """
-        buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
+        cache = (*cache_buffers(self.splits > 0), "k", "v")
+        buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", *cache, "out", "partials", "counters")
         order = ("positions",) if self.orders_out else ()
         sizes = (*int32s(self.heads, self.kv_heads, self.capacity), np.int64(self.sequence_stride))
         return (*buffers, *order, *sizes, np.float32(self.head_dim**-0.5), np.float32(self.eps))
@@ -98,7 +107,7 @@ class DecodeAttentionConfig(SoleConfig):
     Attributes:
         cta_heads: number of query heads per CTA.
         threads: number of threads per CTA.
-        splits: number of CTAs among which the keys of a sequence are divided.
+        splits: number of CTAs among which the keys of a sequence are divided; of all CTAs, if the cache is paged.
         unsplit_keys: (sm80) largest number of keys that one of the CTAs attends to alone.
         shared_bytes: dynamic shared memory per CTA in bytes, of which the kernel uses none; it limits residency.
     """
@@ -108,6 +117,18 @@ class DecodeAttentionConfig(SoleConfig):
     splits: int
     unsplit_keys: int = UNSPLIT_KEYS
     shared_bytes: int = 0
+
+
+def range_constants(splits: int) -> dict[str, int | str]:
+    """Return the compile-time constants (name, value) of the ranges of keys of a paged cache."""
+    keys = {"MIN_SPLIT_KEYS": MIN_SPLIT_KEYS, "UNSPLIT_KEYS": UNSPLIT_KEYS, "RANGE_KEYS": RANGE_KEYS}
+    return {"SPLITS": splits, "MAX_SPLITS": MAX_SPLITS, **keys}
+
+
+def choose_splits(heads: int, kv_heads: int, head_dim: int, m: int, device: Device) -> int:
+    """Return the number of splits of a row of a paged cache with which m rows fill the GPU."""
+    cta_heads = count_cta_heads(heads // kv_heads, 16 if head_dim <= 128 else 8)
+    return _choose_splits(m * heads // cta_heads, _ctas_per_sm(attention_threads(cta_heads, head_dim)), device)
 
 
 def _choose_splits(ctas: int, ctas_per_sm: int, device: Device) -> int:
@@ -125,6 +146,8 @@ def _plan(
     name: str, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device, defines: dict[str, int | str]
 ) -> LaunchPlan:
     grid = config.splits, problem.heads // config.cta_heads, problem.m
+    if problem.splits:
+        grid = config.splits, 1, 1
     arguments, shared_bytes = problem.arguments(), config.shared_bytes
     return plan_launch(device, name, defines, grid, config.threads, arguments, shared_bytes=shared_bytes)
 
@@ -148,6 +171,8 @@ class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
         threads = attention_threads(cta_heads, problem.head_dim)
         ctas_per_sm = _ctas_per_sm(threads)
         unsplit_ctas, unsplit_keys = problem.m * problem.heads // cta_heads, UNSPLIT_KEYS
+        if problem.splits:
+            return [DecodeAttentionConfig(cta_heads, threads, _count_ctas(unsplit_ctas, ctas_per_sm, device))]
         splits = _choose_splits(unsplit_ctas, ctas_per_sm, device)
         small = ctas_per_sm == 1 and problem.head_dim < 128  # with a small head_dim an SM has room for two CTAs
         if small and device.sm_count < unsplit_ctas <= device.sm_count * 3 // 2:
@@ -172,13 +197,12 @@ class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
             "HEADS": config.cta_heads,
             "WARP_KEYS": 16 * max(1, 128 // problem.head_dim),
             "CTAS_PER_SM": _ctas_per_sm(config.threads),
-            "MAX_SPLITS": next_power_of_two(config.splits),
-            "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS,
-            "UNSPLIT_KEYS": config.unsplit_keys,
             # On an H100, this prefetch speeds up a layer of Qwen3-8B (head_dim 128) by 1 to 5% with 12 and 24 sequences
             # of 1,024 tokens, and slows down a layer of Llama-3.2-1B (head_dim 64) by 4% with 24.
-            "KEYS_AHEAD": int(config.splits == 1 and problem.head_dim >= 128),
+            "KEYS_AHEAD": int((problem.splits or config.splits) == 1 and problem.head_dim >= 128),
         }
+        if not problem.splits:
+            defines |= {"MAX_SPLITS": next_power_of_two(config.splits), "UNSPLIT_KEYS": config.unsplit_keys}
         return _plan(self.NAME, config, problem, device, defines)
 
 
@@ -193,8 +217,10 @@ class DecodeAttentionSimt(Family[DecodeAttention, DecodeAttentionConfig]):
         threads = attention_threads(cta_heads, problem.head_dim)
         if 4 * problem.m * problem.heads // cta_heads > device.sm_count:
             threads = 128  # Use smaller CTAs, so that an SM holds several CTAs, which overlap loads with arithmetic.
-        ctas_per_sm = 2 if threads > 128 else 3
-        splits = _choose_splits(problem.m * problem.heads // cta_heads, ctas_per_sm, device)
+        unsplit_ctas = problem.m * problem.heads // cta_heads
+        if problem.splits:
+            return [DecodeAttentionConfig(cta_heads, threads, _count_ctas(unsplit_ctas, 2, device))]
+        splits = _choose_splits(unsplit_ctas, 2 if threads > 128 else 3, device)
         return [DecodeAttentionConfig(cta_heads, threads, splits)]
 
     def estimate_us(self, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device) -> float:
@@ -206,8 +232,14 @@ class DecodeAttentionSimt(Family[DecodeAttention, DecodeAttentionConfig]):
         defines = {**problem.defines(), **simt_constants(config.cta_heads, problem.head_dim)}
         if config.threads == 128 and config.cta_heads > 2 and problem.dtype == "bfloat16":
             defines |= {"UNROLL": 2}  # With an unroll factor of 4, ptxas spills registers.
-        defines |= {"MAX_SPLITS": next_power_of_two(config.splits), "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
+        if not problem.splits:
+            defines |= {"MAX_SPLITS": next_power_of_two(config.splits)}
         return _plan(self.NAME, config, problem, device, defines)
+
+
+def _count_ctas(unsplit_ctas: int, ctas_per_sm: int, device: Device) -> int:
+    """Return the number of CTAs for the items of a paged cache: at most `MAX_SPLITS` per row and block of heads."""
+    return min(ctas_per_sm * device.sm_count, MAX_SPLITS * unsplit_ctas)
 
 
 def _ctas_per_sm(threads: int) -> int:
@@ -219,10 +251,10 @@ DECODE_ATTENTION_SM80 = DecodeAttentionSm80()
 DECODE_ATTENTION = DecodeAttentionSimt()
 
 
-def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
+def attention_workspace(plan: LaunchPlan, m: int, heads: int, head_dim: int) -> tuple[int, int]:
     """Return the numbers of float32 partial sums and of uint32 counters that a plan of decode attention needs."""
-    splits, head_ctas, m = plan.grid
-    if splits == 1:
-        return 0, 0
     defines = dict(plan.kernel.defines)
-    return m * head_ctas * int(defines["MAX_SPLITS"]) * int(defines["HEADS"]) * (head_dim + 2), m * head_ctas
+    if plan.grid[0] == 1 and not defines["PAGED"]:
+        return 0, 0
+    counters = m * heads // int(defines["HEADS"])
+    return counters * int(defines["MAX_SPLITS"]) * int(defines["HEADS"]) * (head_dim + 2), counters

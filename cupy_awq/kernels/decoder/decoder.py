@@ -7,6 +7,7 @@ A ``plan_*`` function takes a device and the fields of a problem, and returns th
 from __future__ import annotations
 
 from cupy_awq.kernels.decoder.attention import Attention
+from cupy_awq.kernels.decoder.begin_step import StepPreparation
 from cupy_awq.kernels.decoder.decode_attention import DecodeAttention
 from cupy_awq.kernels.decoder.dense import DenseProduct
 from cupy_awq.kernels.decoder.embed import Embedding
@@ -17,6 +18,7 @@ from cupy_awq.kernels.decoder.swiglu import GatedActivation
 from cupy_awq.kernels.select import planner
 
 plan_embed = planner(Embedding)
+plan_begin_step = planner(StepPreparation)
 plan_rms_norm = planner(RmsNormalization)
 plan_swiglu = planner(GatedActivation)
 plan_rope_cache = planner(RopeCaching)

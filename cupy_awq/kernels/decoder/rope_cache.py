@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.decoder.common import COMMON_HEADS, int32s, plan_launch
+from cupy_awq.kernels.decoder.common import COMMON_HEADS, cache_buffers, int32s, plan_launch
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
 from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
@@ -25,6 +25,7 @@ class RopeCaching(MemoryBoundProblem):
         m, steps, heads, kv_heads, head_dim, capacity, sequence_stride, dtype: as in `Attention`, for qkv instead of q.
         eps: epsilon of the RMSNorm of heads.
         norm: whether RMSNorm is applied to each head of q and k first.
+        paged: as in `Attention`, with ``steps`` = 1: each row has a position and a sequence of its own.
     """
 
     m: int
@@ -37,11 +38,13 @@ class RopeCaching(MemoryBoundProblem):
     dtype: str
     eps: float
     norm: bool
+    paged: bool = False
 
     COMMON = tuple(
-        (1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm)
+        (1, 1, 4, 4, head_dim, 32, 8, dtype, 1e-6, norm, is_paged)
         for dtype in ("float16", "bfloat16")
         for head_dim, norm, _ in COMMON_HEADS
+        for is_paged in (False, True)
     )
 
     def __str__(self) -> str:
@@ -57,15 +60,16 @@ class RopeCaching(MemoryBoundProblem):
 
 
 def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, lengths, q, k and v."""
+    """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, those of `cache_buffers`, q, k, v."""
     defines: dict[str, int | str] = {
         "X": TYPES[problem.dtype],
         "HEAD_DIM": problem.head_dim,
         "QK_NORM": int(problem.norm),
+        "PAGED": int(problem.paged),
     }
     threads = 128
     sizes = int32s(problem.m, problem.steps, problem.heads, problem.kv_heads, problem.capacity)
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", *cache_buffers(problem.paged), "q", "k", "v")
     arguments = (*buffers, *sizes, np.int64(problem.sequence_stride), np.float32(problem.eps))
     ctas = ceil_div(problem.m * (problem.heads + 2 * problem.kv_heads), threads // 32)
     return plan_launch(device, NAME, defines, (ctas, 1, 1), threads, arguments)

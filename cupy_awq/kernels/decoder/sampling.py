@@ -6,8 +6,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cupy_awq.kernels.decoder.common import THREADS, int32s, plan_launch
 from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
@@ -16,6 +18,13 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 
 MAX_SAMPLE_CTAS = 128
 """The largest number of CTAs per sequence in ``sample_token``."""
+SLOT_OPTIONS = np.dtype(
+    [
+        *(("seed", "u8"), ("choice", "i4"), ("top_k", "i4")),
+        *(("temperature", "f4"), ("top_p", "f4"), ("log_min_p", "f4"), ("padding", "f4")),
+    ]
+)
+"""The dtype of the options of one sequence, for rows that have options of their own."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class TokenSampling(MemoryBoundProblem):
         temperature: temperature of the distribution; 0 chooses the largest logit.
         penalty: repetition penalty; 1 is none.
         advance: whether the kernel also increments the lengths of the sequences and writes the tokens to host memory.
+        by_slot: whether the rows are of any sequences, each with options of its own (`SLOT_OPTIONS`) in place of
+            first_sequence, seed and the value of temperature, which only says whether any row samples.
     """
 
     m: int
@@ -42,8 +53,12 @@ class TokenSampling(MemoryBoundProblem):
     temperature: float = 0.0
     penalty: float = 1.0
     advance: bool = False
+    by_slot: bool = False
 
-    COMMON = tuple((1, 8, 0, 0, *constants) for constants in itertools.product((0.0, 0.8), (1.0, 1.1), (False, True)))
+    COMMON = (
+        *((1, 8, 0, 0, *constants) for constants in itertools.product((0.0, 0.8), (1.0, 1.1), (False, True))),
+        *((1, 8, 0, 0, temperature, 1.0, False, True) for temperature in (0.0, 0.8)),
+    )
 
     def __str__(self) -> str:
         return f"tokens[{self.m}] = sample(logits[{self.m}, {self.vocab}])"
@@ -67,6 +82,7 @@ class ThresholdSearch(MemoryBoundProblem):
         top_k: number of largest logits that may be sampled; 0 is all.
         top_p: smallest sum of probabilities of the logits that may be sampled; 1 is all.
         min_p: smallest probability, relative to the largest one; 0 is all.
+        by_slot: as in `TokenSampling`, for all of these options.
     """
 
     m: int
@@ -76,8 +92,9 @@ class ThresholdSearch(MemoryBoundProblem):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    by_slot: bool = False
 
-    COMMON = tuple((1, 8, 0.8, penalty) for penalty in (1.0, 1.1))
+    COMMON = (*((1, 8, 0.8, penalty) for penalty in (1.0, 1.1)), (1, 8, 0.8, 1.0, 0, 1.0, 0.0, True))
 
     def __str__(self) -> str:
         return f"limits[{self.m}] = threshold(logits[{self.m}, {self.vocab}])"
@@ -88,13 +105,25 @@ class ThresholdSearch(MemoryBoundProblem):
         return 4 * self.m * self.vocab
 
 
+def slot_options(sampling: Any, choice: int) -> npt.NDArray[np.void]:
+    """Return the options of one sequence, `SLOT_OPTIONS` [1], from a `cupy_awq.llm.Sampling` and its index."""
+    filters = min(sampling.top_k, 2**31 - 1), sampling.temperature, sampling.top_p, _log(sampling.min_p)
+    return np.array([(sampling.seed, choice, *filters, 0)], SLOT_OPTIONS)
+
+
+def _log(min_p: float) -> float:
+    """Return the logarithm of a smallest probability, which may be 0."""
+    return math.log(min_p) if min_p > 0 else -math.inf
+
+
 def plan_sample(config: SoleConfig, problem: TokenSampling, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are logits, seen, limits, tokens, lengths, partials, counters and host_tokens; limits is a null
-    pointer if every token may be sampled.
+    The buffers are logits, seen, limits, slots and options if ``by_slot``, tokens, lengths, partials, counters and
+    host_tokens; limits is a null pointer if every token may be sampled.
     """
-    buffers = ("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "host_tokens")
+    written = ("tokens", "lengths", "partials", "counters", "host_tokens")
+    buffers = ("logits", "seen", "limits", *_slot_buffers(problem), *written)
     numbers = np.uint64(problem.seed), np.float32(problem.temperature), np.float32(problem.penalty)
     arguments = (*buffers, *int32s(problem.vocab, problem.first_sequence), *numbers)
     defines = _constants(problem) | {"ADVANCE": int(problem.advance)}
@@ -104,17 +133,22 @@ def plan_sample(config: SoleConfig, problem: TokenSampling, device: Device) -> L
 
 
 def plan_threshold(config: SoleConfig, problem: ThresholdSearch, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are logits, seen and limits."""
-    log_min_p = math.log(problem.min_p) if problem.min_p > 0 else -math.inf
+    """Return the launch plan; the buffers are logits, seen, limits and, if ``by_slot``, slots and options."""
+    log_min_p = _log(problem.min_p)
     sizes = int32s(problem.vocab, min(problem.top_k, problem.vocab))
     numbers = map(np.float32, (problem.temperature, problem.penalty, problem.top_p, log_min_p))
     defines = _constants(problem) | {"ADVANCE": 0}
-    arguments = ("logits", "seen", "limits", *sizes, *numbers)
+    arguments = ("logits", "seen", "limits", *_slot_buffers(problem), *sizes, *numbers)
     return plan_launch(device, SAMPLING_THRESHOLD.NAME, defines, (1, problem.m, 1), 1024, arguments, source="sample")
 
 
+def _slot_buffers(problem: TokenSampling | ThresholdSearch) -> tuple[str, ...]:
+    return ("slots", "options") if problem.by_slot else ()
+
+
 def _constants(problem: TokenSampling | ThresholdSearch) -> dict[str, int | str]:
-    return {"SAMPLES": int(problem.temperature > 0), "PENALTY": int(problem.penalty != 1)}
+    options = {"SAMPLES": int(problem.temperature > 0), "PENALTY": int(problem.penalty != 1)}
+    return {**options, "BY_SLOT": int(problem.by_slot)}
 
 
 SAMPLE_TOKEN = FunctionFamily("sample_token", sole_configs, traffic_us, plan_sample)

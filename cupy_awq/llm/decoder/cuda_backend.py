@@ -288,7 +288,7 @@ class CudaOps(DecoderOps):
         if s == 1 and not self._batch_invariant:
             options = {"norm": has_norm, "orders_out": order is not None}
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, eps, **options)
-            partials, _ = attention_workspace(plan, spec.head_dim)
+            partials, _ = attention_workspace(plan, b, spec.heads, spec.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
             positions = None if order is None else order.positions
             self.run(plan, **cached, **new, **scratch, out=out, positions=positions)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays for tests of the decoder's kernels, and checks that kernels give the same results on a paged KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from cupy_awq.kernels.decoder import decoder as llm
+from cupy_awq.kernels.decoder.attention import PREFILL_TILE
+from cupy_awq.kernels.decoder.begin_step import work_items
+from cupy_awq.kernels.decoder.decode_attention import attention_workspace
+from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.llm.decoder.block_pool import BLOCK
+from tests.backends import runner
+from tests.test_kernels import facts
+
+
+def nan(*shape: int, dtype: Any) -> np.ndarray:
+    return np.full(shape, np.nan, dtype)
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def frozen(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+    """Make arrays read-only, as a kernel must not write them, and return them."""
+    for a in arrays.values():
+        a.flags.writeable = False
+    return arrays
+
+
+def check_close(found: np.ndarray, wanted: np.ndarray, bound: float) -> None:
+    found = found.astype(np.float64)
+    assert np.isfinite(found).all(), f"{np.count_nonzero(~np.isfinite(found))} elements were not written"
+    assert np.linalg.norm(found - wanted) <= bound * np.linalg.norm(wanted)
+    assert np.abs(found - wanted).max() <= 10 * bound * np.abs(wanted).max()
+
+
+def pages(rng: np.random.Generator, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a block table and keys and values [blocks, kv_heads, BLOCK, head_dim] with the contents of a cache.
+
+    The blocks are shuffled, and others of NaN lie in between. Row 0 of the table is that of padding rows; sequence i of
+    the cache has row i + 1.
+    """
+    sequences, kv_heads, capacity, head_dim = k.shape
+    width = ceil_div(capacity, BLOCK)
+    ids = 1 + rng.permutation(2 * sequences * width)[: sequences * width].reshape(sequences, width)
+    table = np.concatenate([np.zeros((1, width)), ids]).astype(np.int32)
+    found = []
+    for a in (k, v):
+        padded = nan(sequences, kv_heads, width * BLOCK, head_dim, dtype=a.dtype)
+        padded[:, :, :capacity] = a
+        blocks = nan(1 + 2 * sequences * width, kv_heads, BLOCK, head_dim, dtype=a.dtype)
+        blocks[0] = 0
+        blocks[ids] = padded.reshape(sequences, kv_heads, width, BLOCK, head_dim).transpose(0, 2, 1, 3, 4)
+        found.append(blocks)
+    return table, found[0], found[1]
+
+
+def from_pages(table: np.ndarray, blocks: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the contiguous cache [sequences, kv_heads, capacity, head_dim] of `pages`."""
+    whole = blocks[table[1:]].transpose(0, 2, 1, 3, 4)
+    return whole.reshape(*whole.shape[:2], -1, whole.shape[-1])[:, :, :capacity]
+
+
+def check_paged_rope(backend: str, arch: int, sizes: tuple[bool, int, int], arrays: dict[str, np.ndarray]) -> None:
+    """Check that the same rows and a padding row, on a paged cache, give the same bits and write nothing else."""
+    norm, steps, capacity = sizes
+    m, heads, head_dim = arrays["q"].shape
+    _, kv_heads, _, _ = arrays["k"].shape
+    empty = np.full_like(arrays["k"], np.nan)
+    table, k, v = pages(np.random.default_rng(0), empty, empty)
+    within = arrays["lengths"][:, None] + np.arange(steps)
+    lengths = np.append(np.where(within < capacity, within, table.shape[1] * BLOCK), -1).astype(np.int32)
+    slots = np.append(np.repeat(np.arange(1, 1 + m // steps), steps), 0).astype(np.int32)
+    order = np.random.default_rng(1).permutation(m + 1)
+    qkv = np.concatenate([arrays["qkv"], arrays["qkv"][:1]])[order]
+    q = nan(m + 1, heads, head_dim, dtype=k.dtype)
+    strides = table.shape[1] * BLOCK, kv_heads * BLOCK * head_dim
+    plan = llm.plan_rope_cache(
+        facts(arch, backend), m + 1, 1, heads, kv_heads, head_dim, *strides, k.dtype.name, 1e-6, norm, True
+    )
+    read = {name: arrays[name] for name in ("q_norm", "k_norm", "cos", "sin")}
+    rows = frozen(lengths=lengths[order], slots=slots[order], table=table, qkv=qkv)
+    runner(backend)(plan, {**read, **rows, "work": None, "q": q, "k": k, "v": v})
+    for found, wanted in ((k, arrays["k"]), (v, arrays["v"])):
+        np.testing.assert_array_equal(from_pages(table, found, capacity).view(np.uint16), wanted.view(np.uint16))
+        others = np.setdiff1d(np.arange(1, len(found)), table)
+        assert np.isnan(found[others].astype(np.float32)).all()
+        assert not found[0].any(), "a padding row is not appended"
+    for found, row in zip(q, order, strict=True):
+        if lengths[row] >= 0:
+            np.testing.assert_array_equal(found.view(np.uint16), arrays["q"][row].view(np.uint16))
+
+
+def check_paged_attention(
+    backend: str, arch: int, steps: int, arrays: dict[str, np.ndarray], wanted: np.ndarray
+) -> None:
+    """Check that rows of all sequences in one launch on a paged cache, and a padding row, give the same bits."""
+    k, (m, heads, head_dim) = arrays["k"], wanted.shape
+    table, *cache = pages(np.random.default_rng(0), k, arrays["v"])
+    lengths = np.append(np.repeat(arrays["lengths"], steps) + np.arange(m) % steps, -1).astype(np.int32)
+    slots = np.append(1 + np.arange(m) // steps, 0).astype(np.int32)
+    firsts = [first for row in range(0, m, steps) for first in range(row, row + steps, PREFILL_TILE)]
+    counts = [min(PREFILL_TILE, steps - first % steps) for first in firsts]
+    tiles = [
+        (first, count, lengths[first], slots[first]) for first, count in zip([*firsts, m], [*counts, 1], strict=True)
+    ]
+    out, q = nan(m + 1, heads, head_dim, dtype=k.dtype), np.concatenate([arrays["q"], arrays["q"][:1]])
+    strides = table.shape[1] * BLOCK, k.shape[1] * BLOCK * head_dim
+    plan = llm.plan_attention(
+        facts(arch, backend), m + 1, 1, heads, k.shape[1], head_dim, *strides, k.dtype.name, len(tiles)
+    )
+    rows = frozen(q=q, k=cache[0], v=cache[1], lengths=lengths, slots=slots, table=table)
+    runner(backend)(plan, {**rows, "work": np.array(tiles[::-1], np.int32), "out": out})
+    np.testing.assert_array_equal(out[:-1].view(np.uint16), wanted.view(np.uint16))
+    assert np.isfinite(out[-1].astype(np.float32)).all()
+
+
+def run_begin_step(backend: str, arch: int, rows: np.ndarray, table: np.ndarray, splits: int) -> dict[str, np.ndarray]:
+    """Run begin_step on rows [m, 5], with the newest token 100 + i of sequence i; return what it writes."""
+    m = len(rows)
+    plan = llm.plan_begin_step(facts(arch, backend), m, table.shape[1], splits)
+    found = {name: np.full(m, -7, np.int32) for name in ("tokens", "lengths", "slots")}
+    found |= {"work": np.full((work_items(m, splits), 4), -7, np.int32), "table": table}
+    newest = 100 + np.arange(len(table), dtype=np.int32)
+    runner(backend)(plan, {**frozen(rows=rows, newest=newest), **found})
+    return found
+
+
+def run_paged_decode(
+    backend: str, arch: int, arrays: dict[str, Any], splits: int, *, norm: bool, orders_out: bool = False
+) -> dict[str, np.ndarray]:
+    """Run begin_step and decode attention on a paged copy of the cache, with a padding row, for rows in another order.
+
+    Return the cache, the block table, the order, and the result of the rows in the order of ``arrays``.
+    """
+    m, heads, head_dim = arrays["out"].shape
+    _, kv_heads, _, _ = arrays["k"].shape
+    table, k, v = pages(np.random.default_rng(0), arrays["k"], arrays["v"])
+    capacity = table.shape[1] * BLOCK
+    order = np.random.default_rng(2).permutation(m + 1)
+    fits = arrays["lengths"] < arrays["k"].shape[2]
+    rows = np.full((m + 1, 5), -1, np.int32)
+    for i in np.flatnonzero(fits):
+        at = arrays["lengths"][i] // BLOCK
+        rows[i] = i + 1, arrays["lengths"][i], table[i + 1, max(at - 1, 0)], table[i + 1, at], -1
+    written = table.copy()
+    for slot, position, *_ in rows[rows[:, 0] >= 0]:
+        written[slot, max(position // BLOCK - 1, 0) : position // BLOCK + 1] = 0
+    step = run_begin_step(backend, arch, rows[order], written, splits)
+    np.testing.assert_array_equal(written, table)
+    here = dataclasses.replace(facts(arch, backend), sm_count=2)  # so that a CTA has several items
+    plan = llm.plan_decode_attention(
+        here, m + 1, heads, kv_heads, head_dim, capacity, kv_heads * BLOCK * head_dim, k.dtype.name,
+        1e-6, norm, orders_out, splits,
+    )  # fmt: skip
+    partials, counters = attention_workspace(plan, m + 1, heads, head_dim)
+    scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
+    out, qkv = nan(m + 1, heads, head_dim, dtype=k.dtype), np.concatenate([arrays["qkv"], arrays["qkv"][:1]])[order]
+    read = {name: arrays[name] for name in ("q_norm", "k_norm", "cos", "sin")} | frozen(qkv=qkv, **{"table": table})
+    cache = {"lengths": None, "slots": None, "work": step["work"], "k": k, "v": v}
+    positions = arrays.get("positions")
+    runner(backend)(plan, {**read, **cache, **scratch, "out": out, "positions": positions})
+    assert not scratch["counters"].any(), "the counters must be zero after the launch"
+    assert not np.concatenate([k[0], v[0]]).any(), "a padding row is not appended"
+    assert np.isfinite(out.astype(np.float32)).all()
+    return {"k": k, "v": v, "table": table, "out": out[np.argsort(order)[:m]], "fits": fits}
+
+
+def check_paged_decode(paged: dict[str, np.ndarray], arrays: dict[str, Any], bound: float) -> None:
+    """Check that decode attention gave the same result on a paged cache, and appended the same keys and values."""
+    fits, capacity = paged["fits"], arrays["k"].shape[2]
+    for name in ("k", "v"):
+        found = from_pages(paged["table"], paged[name], capacity)
+        np.testing.assert_array_equal(found[fits].view(np.uint16), arrays[name][fits].view(np.uint16))
+        others = np.setdiff1d(np.arange(1, len(paged[name])), paged["table"])
+        assert np.isnan(paged[name][others].astype(np.float32)).all()
+    check_close(paged["out"][fits], arrays["out"][fits].astype(np.float64), bound)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in the kernels of a paged KV cache: each one is caught by their tests on the simulator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from tests import test_llm_kernels as tests
+from tests.simt.kernels import patched
+from tests.simt.seeds import OUTSIDE, RACE, VALUES, caught_by
+
+ROPE = functools.partial(
+    tests.test_rope_and_cache_append_start_at_the_position_of_each_sequence, "latest", 90, "float16", 64, False, 3
+)
+PROMPT = functools.partial(
+    tests.test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence, "latest", 90, "float16", 2, 1, 64, 25
+)
+DECODE = functools.partial(
+    tests.test_decode_attention_covers_the_cache_and_the_new_token, "latest", 90, "float16", 4, 2, 64, False
+)
+SPLITS = functools.partial(tests.test_decode_attention_merges_many_splits, "latest", 90, 1, 2, 1)
+CHOOSE = functools.partial(tests.test_rows_choose_tokens_with_the_options_of_their_slots, "latest", 90, True)
+
+CACHE, ITEMS, BEGIN = (f"decoder/{name}" for name in ("kv_cache.cuh", "decode_step.cuh", "begin_step.cu"))
+Seed = tuple[Callable[[], None], str, str, str, tuple[str, str]]
+
+SEEDS: dict[str, Seed] = {
+    "the wrong row of the block table": (
+        DECODE, CACHE, "int64_t>(sequence) * (capacity", "int64_t>(sequence - 1) * (capacity", OUTSIDE,
+    ),
+    "the block of the next token at an edge of a block": (
+        DECODE, CACHE, "block = key / kBlockKeys", "block = (key + 1) / kBlockKeys", VALUES,
+    ),
+    "the keys of a whole block from the block of the key before": (
+        PROMPT, CACHE, "block = key / kBlockKeys", "block = (key > 0 ? key - 1 : 0) / kBlockKeys", VALUES,
+    ),
+    "a padding row is appended to a block in decode attention": (
+        DECODE, ITEMS, "if (!is_padding) pairs.store", "pairs.store", VALUES,
+    ),
+    "a padding row is appended to a block in a prompt": (
+        ROPE, "decoder/rope_cache.cu", "(kPaged && position < 0)", "false", OUTSIDE,
+    ),
+    "the last range of keys is missing": (
+        SPLITS, BEGIN, "for (int i = 0; i < ranges; ++i)", "for (int i = 0; i < max(1, ranges - 1); ++i)", RACE,
+    ),
+    "the ranges of rows of other warps are not counted": (
+        DECODE, BEGIN, "if (lane >= step) end += before;", "if (lane > step) end += before;", RACE,
+    ),
+    "the block of the new token is not entered": (DECODE, BEGIN, "    blocks[block] = row[3];\n", "", VALUES),
+    "only the first ranges are merged": (
+        SPLITS, ITEMS, "begin < (kPaged ? splits : 1)", "begin < 1", VALUES,
+    ),
+    "queries of the tile before": (
+        PROMPT, "decoder/attention_sm80.cu", "first_row = tile.x", "first_row = max(tile.x - 1, 0)", RACE,
+    ),
+    "the options of the row instead of its slot": (
+        CHOOSE, "decoder/sample.cu", "const Options own = options[slots[row]]", "const Options own = options[row]",
+        VALUES,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    check, file, old, new, caught = SEEDS[name]
+    with patched(file, old, new):
+        assert caught_by(check) in caught
