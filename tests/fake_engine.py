@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.check import HOST
 from cupy_awq.llm import Engine, LanguageModel, Request, TokenChoice
 from cupy_awq.llm.decoder.block_pool import BLOCK, DUMMY
-from cupy_awq.llm.engine.runner import Outcome
+from cupy_awq.llm.engine.runner import Launch, Outcome
 from cupy_awq.llm.engine.scheduler import Step
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from tests import llm_models
@@ -40,47 +40,56 @@ def completion(request: Request, choice: int = 0) -> list[int]:
 class FakeRunner:
     """A runner whose cache blocks hold tokens instead of keys and values.
 
-    It raises AssertionError if the blocks of a sequence do not hold all its earlier tokens.
+    It raises AssertionError if the blocks of a sequence do not hold all its earlier tokens. If ``is_ahead``, decode
+    steps are launched ahead, and the runner knows the tokens that they chose before its caller does.
     """
 
-    is_paged, max_chunk = True, 128
+    is_paged, has_drafts, max_chunk = True, True, 128
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, is_ahead: bool = False) -> None:
         self.blocks, self.max_tokens = blocks, min(1000, blocks * BLOCK)
         self.memory = np.full((1 + blocks, BLOCK), -1)
         self.steps: list[Step] = []
+        self.is_ahead, self.newest = is_ahead, dict[Any, int]()
         self.before_step = lambda step: None
 
-    def run(self, step: Step, samplers: Mapping[Any, Any]) -> list[Outcome]:
+    def launch(self, step: Step, samplers: Mapping[Any, Any]) -> Launch:
         self.before_step(step)
         self.steps.append(step)
         outcomes = []
+        known = {}
         for part in step.parts:
             sequence, blocks = part.sequence, np.array(part.sequence.table.blocks)
             assert DUMMY not in blocks
-            places = np.arange(part.start, part.start + len(part.tokens))
-            self.memory[blocks[places // BLOCK], places % BLOCK] = part.tokens
+            known[sequence] = tokens = list(sequence.tokens)
+            if part.start == len(tokens):
+                tokens.append(self.newest[sequence])
+            new = [*tokens[part.start : part.start + part.size], *part.drafts]
+            places = np.arange(part.start, part.start + len(new))
+            self.memory[blocks[places // BLOCK], places % BLOCK] = new
         # All parts write before any reads: in a forward pass the rows of a batch see each other's keys and values.
         for part in step.parts:
             sequence, end = part.sequence, part.start + part.size
             held = self.memory[part.sequence.table.blocks].reshape(-1)[:end]
-            assert held.tolist() == sequence.tokens[:end]
+            tokens = known[sequence]
+            assert held.tolist() == tokens[:end]
             chosen: list[TokenChoice] = []
-            for draft in [*part.drafts, -1] if part.is_last else ():
-                known = [*sequence.tokens, *(choice.token for choice in chosen)]
-                chosen.append(TokenChoice(next_token(known, sequence.choice)))
+            for draft in [*part.drafts, -1] if end == len(tokens) else ():
+                chosen.append(TokenChoice(next_token(tokens, sequence.choice)))
+                tokens.append(chosen[-1].token)
+                self.newest[sequence] = chosen[-1].token
                 if chosen[-1].token != draft:
                     break
             outcomes.append(Outcome(chosen))
-        return outcomes
+        return Launch(lambda: outcomes, self.is_ahead and not step.is_prompt)
 
     def wait(self) -> None:
         pass
 
 
-def make_engine(blocks: int = 40, **options: Any) -> tuple[Engine, FakeRunner]:
+def make_engine(blocks: int = 40, is_ahead: bool = False, **options: Any) -> tuple[Engine, FakeRunner]:
     """Return an engine with a fake runner, and the runner; the context is 1,000 tokens."""
-    runner = FakeRunner(blocks)
+    runner = FakeRunner(blocks, is_ahead)
     config = SimpleNamespace(vocab=llm_models.VOCAB, context=1000)
     ops = SimpleNamespace(prefill_chunk=128, device_index=HOST)
     tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})

@@ -78,14 +78,18 @@ def run_random_requests(engine: Engine, count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("draft", [None, lambda tokens, room: [next_token(tokens, 0), 1][:room]])
-def test_random_requests_leave_no_block_behind(count: int, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"draft": lambda tokens, room: [next_token(tokens, 0), 1][:room]}, {"is_ahead": True}]
+)
+def test_random_requests_leave_no_block_behind(
+    count: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random requests, cancelled or not, get the tokens they would get alone, and at the end all cache blocks are free.
 
     The cache is small, so sequences are preempted: their blocks are taken and their tokens computed again later.
     """
     monkeypatch.setattr(scheduler, "EXPECTED_TOKENS", 0)
-    engine, runner = make_engine(blocks=13, max_rows=8, draft=draft)
+    engine, runner = make_engine(blocks=13, max_rows=8, **options)
     # Requests that come slowly, on a busy machine, wait for each other.
     runner.before_step = lambda step: time.sleep(4e-3 if len(engine._queued) < 4 else 0)
     with engine:
@@ -104,9 +108,13 @@ def wait_until_idle(engine: Engine) -> None:
         time.sleep(1e-3)
 
 
-def test_a_sequence_is_preempted_and_goes_on_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_sequence_is_preempted_and_goes_on_with_the_same_tokens(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preempted sequence gets the same tokens, also if its next step had been launched ahead."""
     monkeypatch.setattr(scheduler, "EXPECTED_TOKENS", 0)
-    engine, runner = make_engine(blocks=10, max_rows=4)
+    engine, runner = make_engine(blocks=10, max_rows=4, is_ahead=is_ahead)
     prompts = [tuple(7 * i + j for j in range(60)) for i in range(4)]
     with engine:
         generations = [engine.submit(Request(p, max_tokens=200, ignore_stop_tokens=True)) for p in prompts]
@@ -258,8 +266,10 @@ def test_an_error_of_a_step_ends_all_requests_and_the_engine_says_so(caplog: pyt
     engine.close()
 
 
-def test_exhausted_memory_ends_the_requests_of_the_step_alone() -> None:
-    engine, runner = make_engine()
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_exhausted_memory_ends_the_requests_of_the_step_alone(is_ahead: bool) -> None:
+    """Other requests go on, also one whose step has been launched ahead."""
+    engine, runner = make_engine(is_ahead=is_ahead)
 
     def fail(step: Step) -> None:
         if any(part.sequence.request.key == "big" for part in step.parts):
@@ -267,9 +277,13 @@ def test_exhausted_memory_ends_the_requests_of_the_step_alone() -> None:
 
     runner.before_step = fail
     with engine:
+        other = engine.submit(Request((5, 6), max_tokens=900, ignore_stop_tokens=True))
+        next(iter(other))
         with pytest.raises(RuntimeError, match="memory: expected enough"):
             engine.submit(Request((1,), key="big")).result()
         check_request(engine.submit(Request((1,))))
+        other.result()
+        assert other.completion_tokens == 900
 
 
 def test_a_step_that_hangs_makes_the_engine_unhealthy() -> None:

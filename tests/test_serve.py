@@ -379,7 +379,7 @@ def test_nothing_that_reads_pickles_or_listens_elsewhere_is_imported() -> None:
 
 def test_a_failed_engine_ends_the_server(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     running = Running(Engine(model))
-    monkeypatch.setattr(running.engine._core._runner, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(running.engine._core._runner, "launch", lambda *_: 1 / 0)
     status, reply = running.chat()
     assert (status, reply["error"]["code"]) == (500, "error")
     running._thread.join(10)

@@ -6,6 +6,7 @@ In shapes, B is the number of sequences in the batch, S the number of new tokens
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -56,6 +57,57 @@ class DecodeLoop(Protocol):
 
     def close(self) -> None:
         """Wait for all work that uses the cache."""
+        ...
+
+
+class Tokens(Protocol):
+    """The tokens that a launched step chooses."""
+
+    def wait(self) -> list[int]:
+        """Wait for the tokens and return them; -1 is that of a row whose logits contain NaN."""
+        ...
+
+
+class Steps(Protocol):
+    """Steps of any sequences over a paged cache, launched ahead of the host. Each sequence has a slot of its own.
+
+    Slots are numbered from 1; slot 0 is that of padding rows.
+    """
+
+    blocks: int
+    """The number of blocks that sequences can own."""
+    stream: contextlib.AbstractContextManager[Any]
+    """The context in which all methods must be called, and in which their results must be used."""
+
+    def assign(self, slot: int, sampling: Sampling, choice: int, blocks: Sequence[int]) -> None:
+        """Give a slot to a sequence: its sampling parameters, the index of the completion, and its blocks so far."""
+        ...
+
+    def prompt(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> Array:
+        """Launch prompt tokens: (slot, position of the first, token ids) by sequence; return hidden states [M, H]."""
+        ...
+
+    def last_logits(self, hidden: Array, rows: Sequence[int]) -> Array:
+        """Launch the head; return the logits [len(rows), V] of some rows of hidden states [M, H]."""
+        ...
+
+    def choose(self, logits: Array, rows: Sequence[tuple[int, int]], *, samples: bool, filters: bool) -> Tokens:
+        """Launch the choice of the token after each row (slot, position) from its logits [rows, V].
+
+        Without ``samples``, all rows are greedy; without ``filters``, none has a top_k, top_p or min_p.
+        """
+        ...
+
+    def decode(self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool) -> tuple[Array, Tokens]:
+        """Launch a decode step; return the logits, at least [rows, V], until the next launch, and the next tokens.
+
+        A row is (slot, position, block before that of the position, block of the position, token id); -1 as the token
+        is the one that the last launched step has chosen for the slot.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait for all launched work."""
         ...
 
 
@@ -141,6 +193,13 @@ class DecoderOps(Protocol):
         Raises ValueError if memory is insufficient.
         """
         raise ValueError("device: expected one whose attention reads pages, got another")
+
+    def make_steps(self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None) -> Steps:
+        """Allocate a paged cache for the steps of up to ``rows`` sequences of ``positions`` tokens, and prepare them.
+
+        The cache holds ``tokens`` tokens, by default those that fit. Raises ValueError if memory is insufficient.
+        """
+        raise ValueError("device: expected one whose steps are launched ahead, got another")
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         """Return a decode loop over ``cache``. Call `start` once per sequence, `step` for each token, then `close`."""

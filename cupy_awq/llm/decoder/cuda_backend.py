@@ -23,8 +23,10 @@ from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.gemm.problem import Fusion
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.decoder import cuda_experts, states, upload
+from cupy_awq.llm.decoder import cuda_experts, cuda_steps, states, upload
 from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder.block_pool import BLOCK
+from cupy_awq.llm.decoder.cuda_steps import CudaRows, CudaSteps
 from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, Operation, Projection
 from cupy_awq.llm.decoder.fused_operations import AddAndNorm, NormAndProject, fuse, next_part
@@ -182,10 +184,14 @@ class CudaOps(DecoderOps):
         most = MAX_COUNTERS // max(layer.mixer.heads for layer in self.config.layers)
         if sequences > most:
             raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
-        free_bytes, _ = cupy.cuda.runtime.memGetInfo()
-        free_bytes += cupy.get_default_memory_pool().free_bytes() - RESERVED_BYTES
         layers, dtype = self.config.layers, self.dtype
-        return states.allocate(layers, sequences, capacity, dtype, cupy, max(free_bytes, 0), whole_heads=True)
+        return states.allocate(layers, sequences, capacity, dtype, cupy, self._free_bytes(), whole_heads=True)
+
+    def make_steps(
+        self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None
+    ) -> CudaSteps:
+        blocks = cuda_steps.choose_blocks(self, rows, positions, tokens, self._free_bytes())
+        return CudaSteps(self, forward, head, rows, positions, blocks, self._batch_invariant)
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         return CudaDecodeLoop(self, step_logits, cache, sampling)
@@ -244,7 +250,7 @@ class CudaOps(DecoderOps):
         projection, following = fused.projection, fused.next
         *rows, width = stream.h.shape
         m = x.size // x.shape[-1]
-        if following is None or _order(projection) is not None:  # A fused GEMM does not permute x.
+        if following is None or getattr(projection, "order", None) is not None:  # A fused GEMM does not permute x.
             return ResidualStream(stream.h, delta=projection(x))
         next_weight, part = next_part(following, m, self.device)
         positions = following.positions
@@ -272,21 +278,24 @@ class CudaOps(DecoderOps):
         self.run(plan, h=h, delta=delta, weight=norm.weight, x=x, inverse_rms=inverse_rms)
         return ResidualStream(h, inverse_rms=inverse_rms), x
 
-    def attend(self, attend: Attend, qkv: Array, cache: Cache) -> Array:
-        """Execute an `Attend`. A decode step (S = 1) launches one kernel, a prompt two."""
+    def attend(self, attend: Attend, qkv: Array, cache: Cache | CudaRows) -> Array:
+        """Execute an `Attend`. A decode step launches one kernel, a prompt two."""
         spec, state, dtype = attend.spec, cache.layers[attend.layer], self.dtype.name
         b, s, _ = qkv.shape
         q_norm, k_norm, order = attend.q_norm, attend.k_norm, attend.order
         has_norm, eps = q_norm is not None, 0.0 if q_norm is None else q_norm.eps
-        sequence_stride = spec.kv_width * cache.capacity
-        sizes = spec.heads, spec.kv_heads, spec.head_dim, cache.capacity, sequence_stride
         out = self._empty((b, s, spec.q_width))
         cos, sin = cache.rotations[spec.rope]
         cached = {"lengths": cache.lengths, "k": state.k, "v": state.v}
+        splits, tiles, tokens = 0, 0, cache.capacity
+        if isinstance(cache, CudaRows):
+            b, s, splits, tiles, tokens = b * s, 1, cache.splits, cache.tiles, BLOCK
+            cached |= {"table": cache.table, "slots": cache.slots, "work": cache.work}
+        sizes = spec.heads, spec.kv_heads, spec.head_dim, cache.capacity, spec.kv_width * tokens
         norms = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
         new = {"qkv": qkv, **dict(zip(("q_norm", "k_norm"), norms, strict=True)), "cos": cos, "sin": sin}
-        if s == 1 and not self._batch_invariant:
-            options = {"norm": has_norm, "orders_out": order is not None}
+        if splits or (s == 1 and not tiles and not self._batch_invariant):
+            options: dict[str, Any] = {"norm": has_norm, "orders_out": order is not None, "splits": splits}
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, eps, **options)
             partials, _ = attention_workspace(plan, b, spec.heads, spec.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
@@ -294,14 +303,22 @@ class CudaOps(DecoderOps):
             self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
             return out
         q = self._empty((b, s, spec.q_width))
-        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, eps, norm=has_norm)
+        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, eps, norm=has_norm, paged=tiles > 0)
         self.run(plan, **cached, **new, q=q)
-        self.run(kernels.plan_attention(self.device, b * s, s, *sizes, dtype), **cached, q=q, out=out)
+        plan = kernels.plan_attention(self.device, b * s, s, *sizes, dtype, tiles)
+        self.run(plan, **cached, q=q, out=out)
         return out if order is None else gather_columns(out, order.order)
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
         host: npt.NDArray[np.float32] = a.get()
         return host
+
+    def _free_bytes(self) -> int:
+        """Return the size of the free memory that a KV cache may take."""
+        import cupy
+
+        free_bytes: int = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+        return max(free_bytes - RESERVED_BYTES, 0)
 
     def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
         """Launch a plan on the current stream. ``buffers`` maps argument names to arrays; None is a null pointer."""
@@ -372,8 +389,3 @@ class CudaOps(DecoderOps):
         y = self._empty((*x.shape[:-1], width))
         self.run(kernels.plan_swiglu(self.device, y.size // width, width, self.dtype.name), x=x, y=y)
         return y
-
-
-def _order(projection: Projection | None) -> Array | None:
-    """Return the activation order of a projection that is an `AwqLinear`, or None."""
-    return projection.order if isinstance(projection, AwqLinear) else None

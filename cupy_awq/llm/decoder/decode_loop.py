@@ -30,6 +30,8 @@ class LaunchingOps(DecoderOps, Protocol):
     """The description of the decoder."""
     device: Device
     """The properties of the GPU."""
+    dtype: np.dtype[Any]
+    """The dtype of activations and of the KV cache."""
 
     @property
     def decode_stream(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:

@@ -17,7 +17,7 @@ from cupy_awq.llm.decoder.block_pool import BlockPool
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.engine.request import Delta
 from cupy_awq.llm.engine.row_sampler import RowSampler
-from cupy_awq.llm.engine.runner import Outcome, Runner
+from cupy_awq.llm.engine.runner import Launch, Outcome, Runner
 from cupy_awq.llm.engine.scheduler import Draft, Scheduler, Sequence, Step
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.generate_arguments import Prompt
@@ -102,6 +102,8 @@ class Core:
         self._rows: dict[Sequence, _Row] = {}
         self._samplers: dict[Sequence, RowSampler] = {}
         self._begun = 0
+        self._ahead: tuple[Step, Launch, float] | None = None
+        self._finished = 0.0
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._rows
@@ -138,6 +140,7 @@ class Core:
                 self._samplers.pop(sequence, None)  # there is none if `begin` ran out of memory
                 self.scheduler.remove(sequence)
                 if not self._rows:
+                    self._ahead = None
                     self._runner.wait()
 
     def step(self) -> tuple[Step, list[tuple[Sequence, Delta]]]:
@@ -145,18 +148,43 @@ class Core:
         step = self.scheduler.next_step(time.monotonic()) or Step((), False)
         return step, self.run(step)
 
-    def run(self, step: Step) -> list[tuple[Sequence, Delta]]:
-        """Run a step of the scheduler; return what it adds to each sequence, and end those that have all their tokens.
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step has been launched and not finished."""
+        return self._ahead is not None
 
-        Raises what the runner raises; the sequences are then as before the step.
+    def run(self, step: Step | None) -> list[tuple[Sequence, Delta]]:
+        """Launch a step of the scheduler, if there is one, and finish the one before; see `_finish`.
+
+        The launched step is finished, too, unless the next one may be launched before. Raises what the runner raises;
+        the sequences are then as before the step.
         """
         began = time.monotonic()
-        outcomes = self._runner.run(step, self._samplers)
-        chosen = [[choice.token for choice in outcome.tokens] for outcome in outcomes]
-        self.scheduler.finish_step(step, chosen, time.monotonic() - began)
+        launch = None if step is None else self._runner.launch(step, self._samplers)
+        if step is not None and launch is not None and launch.is_ahead:
+            self.scheduler.launch_ahead(step)
+        previous, self._ahead = self._ahead, None
+        found = self._finish(*previous) if previous else []
+        if step is None or launch is None:
+            return found
+        if not launch.is_ahead:
+            return [*found, *self._finish(step, launch, began)]
+        if self._rows:
+            self._ahead = step, launch, began
+        return found
+
+    def _finish(self, step: Step, launch: Launch, began: float) -> list[tuple[Sequence, Delta]]:
+        """Wait for a step; return what it adds to each sequence, and end those that have all their tokens."""
+        outcomes = dict(zip((part.sequence for part in step.parts), launch.finish(), strict=True))
+        if launch.is_ahead:
+            step = self.scheduler.land(step)
+        step = Step(tuple(part for part in step.parts if part.sequence in self._rows), step.is_prompt)
         sequences = [part.sequence for part in step.parts]
-        deltas = list(map(self._receive, sequences, outcomes))
-        found = list(zip(sequences, deltas, strict=True))
+        chosen = [[choice.token for choice in outcomes[sequence].tokens] for sequence in sequences]
+        now = time.monotonic()
+        self.scheduler.finish_step(step, chosen, now - max(began, self._finished))
+        self._finished = now
+        found = [(sequence, self._receive(sequence, outcomes[sequence])) for sequence in sequences]
         self.end(sequence for sequence, delta in found if delta.reason)
         return found
 

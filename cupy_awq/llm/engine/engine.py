@@ -107,7 +107,7 @@ class Engine:
         self.model, self.max_rows = model, max_rows
         with placement.use_device(model.model.ops.device_index):
             runner = make_runner(model.model, max_rows, model.config.context, cache_tokens)
-        if draft is not None and not runner.is_paged:
+        if draft is not None and not runner.has_drafts:
             raise ValueError("draft: expected None for a model on a GPU, got a function")
         limits: dict[str, Any] = {"max_chunk": max_chunk, "inter_token_seconds": inter_token_seconds}
         self._core = Core(model, runner, max_rows=max_rows, draft=draft, **limits)
@@ -265,18 +265,19 @@ class Engine:
 
     def _step(self) -> None:
         step = self._scheduler.next_step(time.monotonic())
-        if step is None:
+        if step is None and not self._core.is_ahead:
             return
+        parts = () if step is None else step.parts
         if self._queued:
-            for part in step.parts:
+            for part in parts:
                 self._leave_queue(part.sequence)
         try:
             found = self._core.run(step)
         except MemoryError:
-            for generation in {self._generations[part.sequence] for part in step.parts}:
+            for generation in {self._generations[part.sequence] for part in parts}:
                 self._end(generation, "error", "memory: expected enough, got none")
             return
-        self._totals["steps"] += 1
+        self._totals["steps"] += step is not None
         for sequence, delta in found:
             self._totals["completion_tokens"] += len(delta.tokens)
             self._add(self._generations[sequence], delta)

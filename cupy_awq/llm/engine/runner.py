@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the scheduler to tokens, by the model and its cache: `PagedRunner`, and runners of contiguous caches."""
+"""A step of the scheduler to tokens, by the model and its cache: a runner per kind of cache and device."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.backend import DecodeLoop
+from cupy_awq.llm.decoder.backend import DecodeLoop, Tokens
 from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.model import Model
+from cupy_awq.llm.decoder.sampling import NAN_LOGITS
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.engine import scheduler
-from cupy_awq.llm.engine.request import TokenChoice
+from cupy_awq.llm.engine.request import Request, TokenChoice
 from cupy_awq.llm.engine.row_sampler import RowSampler, with_logprobs
 from cupy_awq.llm.engine.scheduler import Part, Step
 
@@ -39,6 +41,19 @@ class Outcome(NamedTuple):
     scored: Sequence[TokenChoice] = ()
 
 
+class Launch(NamedTuple):
+    """A step that has been started.
+
+    Attributes:
+        finish: a function that waits for the step and returns the outcome of each part. An error of one sequence is
+            part of its outcome.
+        is_ahead: whether the next step may be launched before this one is finished.
+    """
+
+    finish: Callable[[], list[Outcome]]
+    is_ahead: bool = False
+
+
 class Runner(Protocol):
     """The part of an engine that runs its steps.
 
@@ -46,16 +61,18 @@ class Runner(Protocol):
         blocks: the number of blocks for sequences.
         max_tokens: the largest number of tokens of a sequence.
         max_chunk: the largest number of prompt tokens per step.
-        is_paged: whether sequences can share blocks, give them up, and have drafts.
+        is_paged: whether sequences can share blocks and give them up.
+        has_drafts: whether a part of a step can have drafts.
     """
 
     blocks: int
     max_tokens: int
     max_chunk: int
     is_paged: bool
+    has_drafts: bool
 
-    def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
-        """Run a step and return the outcome of each part. An error of one sequence is part of its outcome."""
+    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        """Start a step."""
         ...
 
     def wait(self) -> None:
@@ -66,7 +83,7 @@ class Runner(Protocol):
 def make_runner(
     model: Model, rows: int, context: int, cache_tokens: int | None = None, *, is_batch: bool = False
 ) -> Runner:
-    """Return a runner for the model's back end: paged where attention can read pages, else with a contiguous cache.
+    """Return a runner for the model's back end.
 
     Args:
         model: the model, whose device is current.
@@ -92,15 +109,15 @@ class PagedRunner:
         cache_tokens: the number of tokens of all sequences, or None for those that fit.
     """
 
-    is_paged = True
+    is_paged, has_drafts = True, True
 
     def __init__(self, model: Model, context: int, cache_tokens: int | None) -> None:
         self._model, self._pages = model, model.ops.make_pages(cache_tokens, context)
         self.blocks, self.max_chunk = self._pages.blocks, model.ops.prefill_chunk
         self.max_tokens = min(context, self.blocks * BLOCK)
 
-    def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
-        """Run a step and return the outcome of each part."""
+    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        """Run a step; see `Runner.launch`."""
         tokens: list[int] = []
         rows: list[int] = []
         for part in step.parts:
@@ -118,7 +135,7 @@ class PagedRunner:
             scored = _score(self._model, part, part.start, hidden[run.rows]) if step.is_prompt else []
             outcomes.append(_choose(part, logits[:count], samplers[part.sequence], scored))
             logits = logits[count:]
-        return outcomes
+        return Launch(lambda: outcomes)
 
     def wait(self) -> None:
         """Return at once."""
@@ -137,7 +154,7 @@ class SlotRunner:
         cache_tokens: the number of tokens of all slots, or None for those that fit, up to the context in each slot.
     """
 
-    is_paged = False
+    is_paged, has_drafts = False, False
 
     def __init__(self, model: Model, context: int, slots: int, cache_tokens: int | None) -> None:
         self._model = model
@@ -159,8 +176,12 @@ class SlotRunner:
                     raise
                 self.max_tokens //= 2
 
-    def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
-        """Run a step and return the outcome of each part."""
+    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        """Run a step; see `Runner.launch`."""
+        outcomes = self._run(step, samplers)
+        return Launch(lambda: outcomes)
+
+    def _run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
         for sequence in self._slots.keys() - samplers.keys():
             slot = self._slots.pop(sequence)
             self._cache.lengths[slot] = 0
@@ -198,8 +219,116 @@ class SlotRunner:
         return self._model.ops.to_numpy(logits)
 
 
+class DeviceRunner:
+    """A runner on a GPU: decode steps are launched ahead of the host, and choose most tokens on the device.
+
+    Rows whose requests need their logits on the host (`_needs_logits`) are chosen there; a step with such a row is not
+    followed by another before its tokens are known.
+
+    Args:
+        model: the model.
+        rows: the largest number of sequences.
+        context: the largest number of tokens of a sequence.
+        cache_tokens: the number of tokens of all sequences, or None for those that fit.
+    """
+
+    is_paged, has_drafts = True, False
+
+    def __init__(self, model: Model, rows: int, context: int, cache_tokens: int | None) -> None:
+        self._model, self._steps = model, model.ops.make_steps(model.forward, model.head, rows, context, cache_tokens)
+        self.blocks, self.max_chunk = self._steps.blocks, model.ops.prefill_chunk
+        self.max_tokens = min(context, self.blocks * BLOCK)
+        self._slots: dict[scheduler.Sequence, int] = {}
+        self._free = list(range(rows, 0, -1))
+        self._moved: set[scheduler.Sequence] = set()  # those whose blocks may have been replaced after their prompts
+
+    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        """Launch a step; see `Runner.launch`."""
+        with self._steps.stream:
+            self._assign_slots(step, samplers)
+            return self._prompt(step, samplers) if step.is_prompt else self._decode(step, samplers)
+
+    def _assign_slots(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> None:
+        for sequence in [s for s in self._slots if s not in samplers or not s.table.blocks]:
+            self._free.append(self._slots.pop(sequence))
+            self._moved.discard(sequence)
+        for part in step.parts:
+            sequence = part.sequence
+            if step.is_prompt or sequence in self._moved:
+                if sequence not in self._slots:
+                    self._slots[sequence] = self._free.pop()
+                sampling = sequence.request.sampling
+                self._steps.assign(self._slots[sequence], sampling, sequence.choice, sequence.table.blocks)
+                self._moved.add(sequence) if step.is_prompt else self._moved.remove(sequence)
+
+    def wait(self) -> None:
+        """Wait for the step that has been launched ahead."""
+        self._steps.wait()
+
+    def _prompt(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        steps, slots = self._steps, self._slots
+        hidden = steps.prompt([(slots[part.sequence], part.start, part.tokens) for part in step.parts])
+        ends = list(itertools.accumulate(part.size for part in step.parts))
+        last = [(part, end - 1) for part, end in zip(step.parts, ends, strict=True) if part.is_last]
+        chosen: dict[scheduler.Sequence, Outcome] = {}
+        if last:
+            logits = steps.last_logits(hidden, [row for _, row in last])
+            rows = [(slots[part.sequence], part.start + part.size - 1) for part, _ in last]
+            tokens = steps.choose(logits, rows, **_options(step))
+            chosen = self._outcomes([part for part, _ in last], logits, tokens, samplers)
+        outcomes = []
+        for part, end in zip(step.parts, ends, strict=True):
+            scored = _score(self._model, part, part.start, hidden[end - part.size : end])
+            outcomes.append(chosen.get(part.sequence, Outcome())._replace(scored=scored))
+        return Launch(lambda: outcomes)
+
+    def _decode(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        rows = []
+        for part in step.parts:
+            blocks, tokens = part.sequence.table.blocks, part.sequence.tokens
+            at = part.start // BLOCK
+            token = tokens[part.start] if part.start < len(tokens) else -1
+            rows.append((self._slots[part.sequence], part.start, blocks[max(at - 1, 0)], blocks[at], token))
+        logits, chosen = self._steps.decode(rows, **_options(step))
+
+        def finish() -> list[Outcome]:
+            with self._steps.stream:
+                outcomes = self._outcomes(step.parts, logits, chosen, samplers)
+            return [outcomes[part.sequence] for part in step.parts]
+
+        return Launch(finish, not any(_needs_logits(part.sequence.request) for part in step.parts))
+
+    def _outcomes(
+        self, parts: Sequence[Part], logits: Array, chosen: Tokens, samplers: Mapping[scheduler.Sequence, RowSampler]
+    ) -> dict[scheduler.Sequence, Outcome]:
+        """Wait for the tokens of parts, whose logits are in order, and return their outcomes."""
+        outcomes = {}
+        for i, (part, token) in enumerate(zip(parts, chosen.wait(), strict=False)):  # padding rows follow
+            if _needs_logits(part.sequence.request):
+                row = self._model.ops.to_numpy(logits[i : i + 1])
+                outcomes[part.sequence] = _choose(part, row, samplers[part.sequence])
+            elif token < 0:
+                outcomes[part.sequence] = Outcome(error=NAN_LOGITS)
+            else:
+                outcomes[part.sequence] = Outcome((TokenChoice(token),))
+        return outcomes
+
+
+def _needs_logits(request: Request) -> bool:
+    """Return whether the tokens of a request are chosen on the host."""
+    has_penalty = request.sampling.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty
+    is_limited = request.logit_bias or request.min_tokens or request.make_constraint is not None
+    return bool(has_penalty or is_limited or request.logprobs is not None)
+
+
+def _options(step: Step) -> dict[str, bool]:
+    """Return whether any row of a step is sampled, and whether any has filters."""
+    given = [part.sequence.request.sampling for part in step.parts if part.sequence.request.sampling.temperature > 0]
+    return {"samples": bool(given), "filters": any(s.top_k or s.top_p < 1 or s.min_p for s in given)}
+
+
 class LoopRunner:
-    """A runner for a back end without paged attention and sequences that begin together: its decode loop.
+    """A runner on a GPU for sequences that begin together: the decode loop of the back end.
 
     Each sequence has a sequence of a contiguous cache, whose index is that of its completion. Its tokens stay there
     when it ends, and the next one at the same place skips those that it shares. All have equal sampling parameters.
@@ -210,7 +339,7 @@ class LoopRunner:
         capacity: the largest number of tokens of a sequence.
     """
 
-    is_paged = False
+    is_paged, has_drafts = False, False
     max_chunk = sys.maxsize  # so all prompts run in one step, before the loop decodes
 
     def __init__(self, model: Model, rows: int, capacity: int) -> None:
@@ -219,12 +348,13 @@ class LoopRunner:
         self._cache = model.ops.make_cache(rows, capacity)
         self._loop: DecodeLoop | None = None
 
-    def run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
-        """Run a step and return the outcome of each part. Raises ValueError if the logits contain NaN."""
+    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
+        """Run a step; see `Runner.launch`. Raises ValueError if the logits contain NaN."""
         cache = self._cache
         if not step.is_prompt:
             tokens = self._decode_loop(step).step()
-            return [Outcome([TokenChoice(tokens[part.sequence.choice])]) for part in step.parts]
+            found = [Outcome([TokenChoice(tokens[part.sequence.choice])]) for part in step.parts]
+            return Launch(lambda: found)
         loop, outcomes = self._decode_loop(step), []
         for part in step.parts:
             sequence, row = part.sequence, part.sequence.choice
@@ -232,7 +362,7 @@ class LoopRunner:
             sequence.cached = cache.reuse_prefix(row, known)
             logits, scored = _prefill(self._model, cache, row, part, sequence.cached)
             outcomes.append(Outcome([TokenChoice(loop.start(row, logits))], scored=scored))
-        return outcomes
+        return Launch(lambda: outcomes)
 
     def wait(self) -> None:
         """Wait for the step that the loop has launched ahead."""

@@ -58,6 +58,7 @@ class Sequence:
         acceptance: the share of correct drafts, the latest with the largest weight.
         draft_from: the number of tokens from which on the sequence may have drafts.
         turn: the number of earlier admissions of any sequence when this one was last admitted.
+        ahead: the number of steps that have been launched for this sequence and not finished, each of one token.
     """
 
     request: Request
@@ -72,6 +73,7 @@ class Sequence:
     acceptance: float = 0.5
     draft_from: int = 0
     turn: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -149,7 +151,7 @@ class Scheduler:
         self._inter_token_seconds, self._draft = inter_token_seconds, draft
         self._waiting: dict[str, deque[Sequence]] = {}
         self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
+        self._decoding: list[Sequence] = []  # in order of age
         self._served: Counter[str] = Counter()
         self._turns = 0
         self._was_prompt = False
@@ -184,6 +186,7 @@ class Scheduler:
             if sequence in group:
                 group.remove(sequence)
         self.pool.release(sequence.table)
+        sequence.ahead = 0
         if not self._waiting.get(key, True):
             del self._waiting[key]
         if key not in self._waiting and all(row.request.key != key for row in self.rows):
@@ -201,14 +204,27 @@ class Scheduler:
             pass
         is_bounded = self._decoding and self._inter_token_seconds < math.inf
         if self._prefilling and not (self._was_prompt and is_bounded):
+            self._was_prompt = True
             return Step(tuple(self._chunk(now)), True)
+        self._was_prompt = False
         parts = self._decode_parts()
         return Step(parts, False) if parts else None
+
+    def launch_ahead(self, step: Step) -> None:
+        """Note that a decode step without drafts runs while `next_step` is asked for the one after it."""
+        for part in step.parts:
+            part.sequence.ahead += 1
+
+    def land(self, step: Step) -> Step:
+        """Return the parts of a step that was launched ahead, without those of sequences that have left since."""
+        parts = tuple(part for part in step.parts if part.sequence.ahead)
+        for part in parts:
+            part.sequence.ahead -= 1
+        return Step(parts, False)
 
     def finish_step(self, step: Step, chosen: Tokens[Tokens[int]], seconds: float) -> None:
         """Record the tokens that each part of a step chose, and the time that the step took in seconds."""
         count = sum(part.size for part in step.parts)
-        self._was_prompt = step.is_prompt
         if step.is_prompt:
             self._prompt_rate = _mean(self._prompt_rate, count / max(seconds, 1e-9))
         else:
@@ -278,10 +294,13 @@ class Scheduler:
 
     def _decode_parts(self) -> tuple[Part, ...]:
         """Return the newest token of each decoding sequence, after making room for it, and drafts."""
-        for sequence in list(self._decoding):  # a copy in order of age, since `_preempt` removes sequences
-            while sequence in self._decoding and not self.pool.reserve(sequence.table, len(sequence.tokens)):
-                self._preempt(max(self.rows, key=lambda row: row.turn))
-        parts = [Part(sequence, sequence.table.computed, 1) for sequence in self._decoding]
+        # A sequence at its limit ends with the step that is ahead.
+        running = [s for s in self._decoding if len(s.tokens) + s.ahead < s.limit or not s.ahead]
+        for sequence in running:
+            known = len(sequence.tokens) + sequence.ahead
+            while sequence.table.blocks and not self.pool.reserve(sequence.table, known):
+                self._preempt(max(self.rows, key=lambda row: row.turn))  # perhaps the sequence itself
+        parts = [Part(s, s.table.computed + s.ahead, 1) for s in running if s.table.blocks]
         if self._draft is None or not parts:
             return tuple(parts)
         most = min(MAX_DRAFT, MAX_DRAFT_ROWS // len(parts) - 1)
@@ -297,6 +316,7 @@ class Scheduler:
         """Take the blocks of a sequence, and let it wait before the others with its key."""
         (self._decoding if sequence in self._decoding else self._prefilling).remove(sequence)
         self.pool.release(sequence.table)
+        sequence.ahead = 0
         self._waiting.setdefault(sequence.request.key, deque()).appendleft(sequence)
         self.preemptions += 1
 

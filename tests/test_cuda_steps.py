@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on a GPU's paged cache: its kernels on the simulator, with CUDA graphs replaced by eager launches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_awq import llm
+from cupy_awq.check import FLOAT16
+from cupy_awq.llm import Engine, LanguageModel, Request, Sampling
+from cupy_awq.llm.decoder import cuda_steps
+from cupy_awq.llm.decoder.build import build_model
+from cupy_awq.llm.decoder.cuda_steps import next_size
+from cupy_awq.llm.engine.draft import draft_ngram
+from cupy_awq.llm.engine.runner import DeviceRunner
+from cupy_awq.llm.text.tokenizer import Tokenizer
+from tests import llm_models
+from tests.llm_models import LLAMA
+from tests.test_llm_device import SimulatedOps, simulated
+
+__all__ = ["simulated"]
+
+IDS = [int(i) for i in np.random.default_rng(2).integers(0, llm_models.VOCAB - 8, 70)]
+
+
+class Stream(contextlib.nullcontext[None]):
+    """A stream whose work is done at once."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class SteppingOps(SimulatedOps):
+    decode_stream = Stream(), None
+    prefill_chunk = 64
+
+    def to_numpy(self, a: Any) -> Any:
+        return a.copy()
+
+
+@pytest.fixture
+def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what `CudaSteps` needs of CuPy; a captured graph runs its launches again."""
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    def pinned(shape: tuple[int, ...], index: int) -> tuple[Any, Any]:
+        memory = np.full(shape, -7, np.int32)
+        return memory, memory
+
+    def copy_to(target: Any, source: Any, stream: Any) -> None:
+        target[...] = source
+
+    def capture(stream: Any, launch: Callable[[], None]) -> Any:
+        launch()
+        return SimpleNamespace(launch=lambda stream: launch())
+
+    cuda = sys.modules["cupy"].cuda
+    cuda.MemoryPool = lambda: SimpleNamespace(malloc=None)
+    cuda.Event = lambda disable_timing: Event()
+    cuda.get_current_stream = Stream
+    cuda.runtime.memGetInfo = lambda: (10**10, 10**10)
+    cuda.using_allocator = lambda malloc: contextlib.nullcontext()
+    monkeypatch.setattr("cupy_awq.runtime.placement.use_device", lambda index: contextlib.nullcontext())
+
+    def gather_rows(a: Any, rows: list[int], stream: Any) -> Any:
+        return a[rows]
+
+    for name, stub in (("pinned", pinned), ("copy_to", copy_to), ("capture", capture), ("gather_rows", gather_rows)):
+        monkeypatch.setattr(cuda_steps, name, stub)
+
+
+def load(folder: Path, **options: Any) -> tuple[LanguageModel, Any]:
+    files = llm.read(llm_models.folder(folder, LLAMA))
+    model = build_model(files, SteppingOps(files.config, 0, FLOAT16, **options))
+    tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})
+    return LanguageModel(files.config, model, tokenizer, [llm_models.VOCAB]), files
+
+
+def check_greedy(files: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Check that each token has almost the largest logit after those before it, by the float64 formulas."""
+    logits = llm_models.forward(files, prompt + tokens)[len(prompt) - 1 : -1]
+    chosen = logits[np.arange(len(tokens)), tokens]
+    assert (logits.max(axis=1) - chosen <= 0.01 * np.abs(logits).max()).all()
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sequences_in_blocks_get_their_tokens_at_once_and_after_a_shared_prefix(
+    tmp_path: Path, batch_invariant: bool
+) -> None:
+    """Ragged prompts, decode steps launched ahead, an edge of a block, padding rows, and a block that is reused."""
+    model, files = load(tmp_path, batch_invariant=batch_invariant)
+    options: dict[str, Any] = {"max_tokens": 4, "ignore_stop_tokens": True}
+    prompts = [IDS[:66], IDS[:30], IDS[3:8]]
+    with Engine(model, max_rows=3, cache_tokens=320, make_runner=DeviceRunner) as engine:
+        live = [engine.submit(Request(tuple(prompt), **options)) for prompt in prompts]
+        found = [generation.result()[0].tokens for generation in live]
+        for prompt, tokens in zip(prompts, found, strict=True):
+            assert len(tokens) == 4
+            check_greedy(files, prompt, tokens)
+        again = engine.submit(Request(tuple(prompts[0]), **options))
+        tokens = again.result()[0].tokens
+        check_greedy(files, prompts[0], tokens)
+        assert again.cached_tokens == 64
+        assert tokens == found[0] or not batch_invariant
+        assert engine.stats().free_blocks == engine.stats().blocks == 10
+
+
+@pytest.mark.usefixtures("steps")
+def test_tokens_are_sampled_on_the_device_or_on_the_host_as_on_the_cpu(tmp_path: Path) -> None:
+    """A request samples the same tokens whether the device or, because of an option, the host chooses them."""
+    model, _ = load(tmp_path, batch_invariant=True)
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95, seed=3)
+    options: dict[str, Any] = {"max_tokens": 3, "ignore_stop_tokens": True, "sampling": sampling}
+    with Engine(model, max_rows=2, cache_tokens=320, make_runner=DeviceRunner) as engine:
+        live = [engine.submit(Request(tuple(IDS[:5]), **options, **more)) for more in ({}, {"logprobs": 2})]
+        first, second = (generation.result()[0].tokens for generation in live)
+    assert first == second
+
+
+@pytest.mark.usefixtures("steps")
+def test_drafts_are_refused_on_a_device(tmp_path: Path) -> None:
+    model, _ = load(tmp_path)
+    with pytest.raises(ValueError, match="draft: expected None for a model on a GPU"):
+        Engine(model, max_rows=1, cache_tokens=320, draft=draft_ngram, make_runner=DeviceRunner)
+
+
+def test_sizes_of_graphs_waste_less_than_half_of_the_rows() -> None:
+    for rows in range(1, 1025):
+        assert rows <= next_size(rows) < 2 * rows + 1
