@@ -45,4 +45,3 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   // 0 if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
   static constexpr int kConsumerRegisters = CONSUMER_REGISTERS, kSharedBytes = SHARED_BYTES;
 };
-
