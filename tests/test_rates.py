@@ -35,8 +35,8 @@ def test_explain_knows_every_gpu_of_the_table(name: str) -> None:
         text = cupy_awq.explain(m, 4096, 4096, device=name, layer=True)
         assert text.splitlines()[0].endswith(f" on {gpu.name} (sm_{gpu.arch})")
         assert text.count("\n->") == 1
-    for op, m in (("gemm_int8", 16), ("conv2d", 2)):
-        select.choose(typical_problem(op, (256, 512), m, Settings(HOST, image=14)), gpu)
+    for op, m in (("gemm_int8", 16), ("int8_linear", 16), ("conv2d", 2)):
+        select.choose(typical_problem(op, (256, 512), m, Settings(HOST, image=14), gpu), gpu)
 
 
 def test_explain_refuses_an_unknown_gpu_and_one_beside_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_no_estimate_falls_when_m_grows(name: str, op: str) -> None:
             layouts = select.weight_layouts(k, n, 128, "float16", "packed", gpu)
             problem: Any = Problem(m, n, k, 128, layouts=layouts)
         else:
-            problem = typical_problem(op, (k, n), m, Settings(HOST))
+            problem = typical_problem(op, (k, n), m, Settings(HOST), gpu)
         found = select.candidates(problem, gpu)
         return {family: some[0].us for family, some in found.items() if not isinstance(some, str)}
 

@@ -141,7 +141,8 @@ def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_fol
 
 @pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
 def test_a_tuned_configuration_is_chosen_whatever_the_operation(tuned_folder: Path, op: str) -> None:
-    problem, here = typical_problem(op, (256, 512), 3, Settings(HOST, image=14)), device.nominal(80)
+    here = device.nominal(80)
+    problem = typical_problem(op, (256, 512), 3, Settings(HOST, image=14), here)
     candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
     labels = [candidate.family.label(candidate.config) for candidate in candidates]
     assert len(set(labels)) == len(labels)
