@@ -66,7 +66,7 @@ def test_summary_of_a_weight_tells_the_form_of_its_zeros(to: Any) -> None:
     device = to(SCALES).data.device_id if to is OnGpu else check.HOST
     for qzeros, form in ((QZEROS, "packed"), (None, "symmetric"), (SCALES, "float")):
         spec = check.validate_weight(to(QWEIGHT), to(SCALES), qzeros if qzeros is None else to(qzeros))
-        assert spec == (K, N, G, form, np.float16, device)
+        assert spec == (K, N, G, form, np.float16, device, 4)
 
 
 def test_weight_rows_may_have_any_stride() -> None:

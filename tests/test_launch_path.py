@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_awq
-from cupy_awq import AwqLinear, BlockQuantizedWeight, PackedWeight, linear
+from cupy_awq import AwqLinear, BlockQuantizedWeight, PackedWeight, gemm_layer
 from cupy_awq.ops import gemm as gemm_op
 from cupy_awq.ops import prepared_gemm, rounding
 from cupy_awq.runtime import compile as compiler
@@ -206,7 +206,7 @@ def test_a_known_layout_is_launched_without_validation(
     def checked(*_: Any, **__: Any) -> None:
         raise AssertionError("a known layout was checked again")
 
-    for module in (linear, gemm_op):
+    for module in (gemm_layer, gemm_op):
         monkeypatch.setattr(module, "run_gemm", checked)
     gpu.take()
     for out in (*outs, *outs, None):
