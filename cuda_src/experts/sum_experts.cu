@@ -24,6 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int column = (blockIdx.x * THREADS + threadIdx.x) * 8;
   if (column >= n) return;
   const int64_t token = blockIdx.y;
+  Vector<X, 8> added = {};
+  if constexpr (HAS_SHARED) load<ALIGNED>(added, shared + token * ld_shared + column);
   float sums[8] = {};
   for (int first = 0; first < top_k; first += kAhead) {
     const int64_t pair = token * top_k + first;
@@ -42,8 +44,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int i = 0; i < 8; ++i) sums[i] += to_float(values[slot].values[i]);
     }
   }
-  Vector<X, 8> added = {};
-  if constexpr (HAS_SHARED) load<ALIGNED>(added, shared + token * ld_shared + column);
 #pragma unroll
   for (int i = 0; i < 8; ++i) added.values[i] = from_float<X>(sums[i] + to_float(added.values[i]));
   store<ALIGNED>(y + token * ldy + column, added);
