@@ -230,8 +230,11 @@ class DecodeAttentionSimt(Family[DecodeAttention, DecodeAttentionConfig]):
     def plan(self, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `DecodeAttention.arguments`."""
         defines = {**problem.defines(), **simt_constants(config.cta_heads, problem.head_dim)}
-        if config.threads == 128 and config.cta_heads > 2 and problem.dtype == "bfloat16":
-            defines |= {"UNROLL": 2}  # With an unroll factor of 4, ptxas spills registers.
+        # With larger unroll factors, ptxas spills registers.
+        if problem.dtype == "bfloat16" and problem.splits and not device.has(Capability.BFLOAT16):
+            defines |= {"UNROLL": max(1, 8 // config.cta_heads)}
+        elif problem.dtype == "bfloat16" and config.threads == 128 and config.cta_heads > 2:
+            defines |= {"UNROLL": 2}
         if not problem.splits:
             defines |= {"MAX_SPLITS": next_power_of_two(config.splits)}
         return _plan(self.NAME, config, problem, device, defines)
