@@ -43,6 +43,8 @@ class Seed:
 
 Case: TypeAlias = tuple[AnyFamily, Config, device.Device, Problem]
 """A launch to simulate: the kernel's family and configuration, the GPU, and the problem."""
+Outcome: TypeAlias = Callable[[Any, str], str]
+"""A function of a launch, and of when copies land, that returns the check that fails, or "nothing"."""
 
 
 def make_case(seed: Seed) -> Case:
@@ -76,15 +78,19 @@ def caught_by(check: Callable[[], None]) -> str:
 
 
 @functools.cache
-def is_right(case: Case) -> bool:
+def is_right(outcome: Outcome, case: Any) -> bool:
     """Return whether the launch passes with unchanged sources. Results are cached, because bugs share launches."""
     return outcome(case, "latest") == "nothing"
 
 
 def assert_caught(seed: Seed) -> None:
     """Check that the kernel passes without the planted bug, and that with it the expected checks fail."""
-    case = make_case(seed)
-    assert is_right(case), "the kernel must be right before the bug is planted"
-    with patched(seed.file, seed.old, seed.new):
+    assert_caught_by(outcome, make_case(seed), seed.file, seed.old, seed.new, seed.caught)
+
+
+def assert_caught_by(outcome: Outcome, case: Any, file: str, old: str, new: str, caught: tuple[str, str]) -> None:
+    """Check a planted bug as `assert_caught` does, for launches that another function simulates."""
+    assert is_right(outcome, case), "the kernel must be right before the bug is planted"
+    with patched(file, old, new):
         found = outcome(case, "latest"), outcome(case, "earliest")
-    assert found == seed.caught, found
+    assert found == caught, found
