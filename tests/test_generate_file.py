@@ -84,3 +84,14 @@ def test_files_that_are_no_prompts_are_refused(
 def test_prompts_come_from_one_place(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(folder), *arguments]) == 2
     assert "generate: expected prompts, or --input and --output" in capsys.readouterr().err
+
+
+def test_an_answerer_adds_answers_to_a_batch_and_refuses_unknown_options(folder: Path) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        llm.PromptAnswerer("no such model", nonsense=1)
+    answerer = llm.PromptAnswerer(str(folder), device="cpu", raw=True, max_tokens=3)
+    batch = answerer({"id": [1, 2], "prompt": ["Hi", 7]})
+    found = [json.loads(answer) for answer in batch["answer"]]
+    assert batch["id"] == [1, 2]
+    assert found[0]["text"] == llm.load(folder, device="cpu").generate("Hi", raw=True, max_tokens=3)[0].text
+    assert found[1]["error"].startswith("prompt: expected a text")

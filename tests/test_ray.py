@@ -88,6 +88,14 @@ def test_invalid_prompts_have_errors_and_messages_have_answers(tmp_path: Path) -
     assert found[0]["text"] == found[2]["text"]
 
 
+def test_a_missing_model_is_refused_before_a_cluster_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "Hi"}\n')
+    files = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", "nosuch", *files, "--ray", "local"]) == 2
+    assert "nosuch: expected a file, a folder or one of smollm2, got none" in capsys.readouterr().err
+
+
 def test_requests_are_answered_though_a_replica_dies() -> None:
     import ray
     from ray import serve

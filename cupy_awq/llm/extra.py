@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import of the optional packages of the extra ``llm``: tokenizers, jinja2 and gguf."""
+"""Import of the optional packages of the extras ``llm`` (tokenizers, jinja2 and gguf) and ``ray``."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def import_extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
+        package = (error.name or name).partition(".")[0]
         raise ValueError(f"{package}: expected an installed package, got none: pip install {package}") from error

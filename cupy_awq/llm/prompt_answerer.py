@@ -13,6 +13,10 @@ import numpy.typing as npt
 from cupy_awq.llm.assemble import load
 from cupy_awq.llm.engine.engine import Engine
 from cupy_awq.llm.engine.generation import Generation
+from cupy_awq.llm.engine.request import Request
+
+PROMPT_OPTIONS = ("raw", "special_tokens", "template_args")
+"""The options of `Engine.submit` that are no fields of `Request`."""
 
 
 class PromptAnswerer:
@@ -24,10 +28,11 @@ class PromptAnswerer:
     Args:
         model: a path or name, as for `cupy_awq.llm.load`.
         device: as for `cupy_awq.llm.load`.
-        raw: as for `LanguageModel.generate`.
-        options: fields of `cupy_awq.llm.Request`, such as ``max_tokens``.
+        options: ``raw``, ``special_tokens`` and ``template_args`` as for `LanguageModel.generate`, and fields of
+            `cupy_awq.llm.Request`, such as ``max_tokens``.
 
     Raises:
+        TypeError, ValueError: an option is unknown or invalid.
         CheckpointError, OSError, ValueError: the model cannot be loaded, as by `cupy_awq.llm.load`.
 
     Example::
@@ -39,9 +44,9 @@ class PromptAnswerer:
         )
     """
 
-    def __init__(self, model: str, device: str | None = None, *, raw: bool = False, **options: Any) -> None:
-        self._engine = Engine(load(model, device=device))
-        self._raw, self._options = raw, options
+    def __init__(self, model: str, device: str | None = None, **options: Any) -> None:
+        Request((0,), **{name: value for name, value in options.items() if name not in PROMPT_OPTIONS})
+        self._engine, self._options = Engine(load(model, device=device)), options
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a batch and "answer", a JSON object for each text or list of messages in "prompt".
@@ -52,11 +57,11 @@ class PromptAnswerer:
 
     def answers(self, prompts: Iterable[Any]) -> npt.NDArray[np.object_]:
         """Return the answer to each prompt, in JSON."""
-        found = answer_all(self._engine, prompts, raw=self._raw, **self._options)
+        found = answer_all(self._engine, prompts, **self._options)
         return np.array([json.dumps(answer) for answer in found], object)
 
 
-def answer_all(engine: Engine, prompts: Iterable[Any], *, raw: bool, **options: Any) -> Iterator[dict[str, Any]]:
+def answer_all(engine: Engine, prompts: Iterable[Any], **options: Any) -> Iterator[dict[str, Any]]:
     """Yield an answer per prompt, in order, as `PromptAnswerer` describes it.
 
     The engine has up to twice as many requests as it runs at a time.
@@ -64,7 +69,7 @@ def answer_all(engine: Engine, prompts: Iterable[Any], *, raw: bool, **options: 
     waiting: list[Generation | str] = []
     for prompt in prompts:
         try:
-            waiting.append(engine.submit(prompt, raw=raw, **options))
+            waiting.append(engine.submit(prompt, **options))
         except (TypeError, ValueError) as error:
             waiting.append(str(error))
         if len(waiting) == 2 * engine.max_rows:

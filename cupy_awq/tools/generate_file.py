@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.llm import Engine, LanguageModel
 from cupy_awq.llm.extra import import_extra
@@ -62,12 +63,14 @@ def run_on_ray(
         source, target, options: as for `run`.
 
     Raises:
-        ValueError, OSError: as by `run`; Ray is not installed, or there is no cluster at the address.
+        ValueError, OSError: as by `run`; there is no such model, Ray is not installed, or there is no cluster at the
+            address.
     """
     ray, data = import_extra("ray"), import_extra("ray.data")
     prompts = _read_missing(source, target)
     if not prompts:
         return 0
+    locate(model)
     ray.init(address, log_to_driver=False, logging_level="error")
     try:
         gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
