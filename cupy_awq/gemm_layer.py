@@ -57,7 +57,7 @@ class GemmLayer:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether the bits of each row of y are independent of the other rows of x and of their number."""
+        """True if the bits of each row of y are independent of the other rows of x and of their number."""
         return self._batch_invariant
 
     @property

@@ -60,7 +60,7 @@ struct Items {
     }
   }
 
-  // Whether the CTA has an item at all.
+  // Returns whether the CTA has an item.
   __device__ __forceinline__ bool any() const { return !kPaged || i < count; }
 
   // Goes to the next item; returns false after the last one. It reuses the shared memory: a CTA barrier is between the

@@ -82,7 +82,7 @@ template <class C> struct RowWarps {
   int thread = threadIdx.x % 128;
   int warp = uniform_warp() % 4;  // warp-uniform to the compiler, unlike thread / 32
   bool is_leader = ptx::elect();
-  // What is announced next, loaded early.
+  // The expert, pairs and row weights of the next tile to announce, loaded early.
   int expert = -1;
   int my_pairs[kMine];
   float my_weights[kMine];

@@ -17,7 +17,7 @@ template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
   static_assert(Host::kWarpgroups == 2 || Host::kWarpgroups == 3, "registers are divided for these");
   static_assert(Host::kCluster == 1 && !Host::kStreamK && !Host::kHasResidual, "as the epilogue assumes");
 
-  // What the row warps tell the other warps about a tile; the first stage of the tile announces it.
+  // A tile as the row warps announce it to the other warps, with the first stage of the tile.
   struct Tile {
     int32_t n_block;  // -1 after the last tile
     int32_t expert;

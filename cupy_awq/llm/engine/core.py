@@ -150,7 +150,7 @@ class Core:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step has been launched and not finished."""
+        """True if a step has been launched and not finished."""
         return self._ahead is not None
 
     def run(self, step: Step | None) -> list[tuple[Sequence, Delta]]:
