@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_awq
-from cupy_awq import AwqLinear, PackedWeight, linear
+from cupy_awq import AwqLinear, PackedWeight, gemm_layer
 from cupy_awq.runtime import arrays, placement
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
@@ -199,7 +199,7 @@ def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyP
         raise AssertionError("a known layout was checked again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "run_gemm", checked)
+        patch.setattr(gemm_layer, "run_gemm", checked)
         for x, out in zip(values, outs, strict=True):
             assert layer(put(x), out=out) is out
             check_product(layer(put(x)), x, weight, activation="gelu")
@@ -215,7 +215,7 @@ def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MAX_PREPARED", 4)
+    monkeypatch.setattr(gemm_layer, "MAX_PREPARED", 4)
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 16, 16)
     layer = AwqLinear(put(weight))
