@@ -17,7 +17,7 @@ from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.engine.draft import draft_ngram
 from cupy_awq.llm.engine.row_sampler import RowSampler
-from cupy_awq.llm.engine.runner import SlotRunner, make_runner
+from cupy_awq.llm.engine.runner import make_runner
 from tests import llm_models
 
 PROMPTS = ["a", "The quick brown fox jumps over the lazy dog. " * 2, "x" * 40, "x" * 40 + "y", "1 2 3 4 5 6 7 8 9"]
@@ -117,14 +117,13 @@ def test_logprobs_of_a_prompt_are_those_of_the_models_logits_however_it_is_cut(m
     logits = model.model.logits(hidden)[0, :-1].astype(np.float64)
     wanted = logits - logits.max(axis=1, keepdims=True)
     wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
-    for make in (make_runner, make_slots):
-        with Engine(model, max_chunk=40, make_runner=make) as engine:
-            for _ in "twice":
-                scored = [c for delta in engine.submit(Request(tuple(ids), prompt_logprobs=2)) for c in delta.scored]
-                assert [choice.token for choice in scored] == ids[1:]
-                values = [choice.logprob for choice in scored]
-                np.testing.assert_allclose(values, wanted[np.arange(len(values)), ids[1:]], atol=1e-6)
-                assert [choice.top[0][0] for choice in scored] == wanted.argmax(axis=1).tolist()
+    with Engine(model, max_chunk=40) as engine:
+        for _ in "twice":
+            scored = [c for delta in engine.submit(Request(tuple(ids), prompt_logprobs=2)) for c in delta.scored]
+            assert [choice.token for choice in scored] == ids[1:]
+            values = [choice.logprob for choice in scored]
+            np.testing.assert_allclose(values, wanted[np.arange(len(values)), ids[1:]], atol=1e-6)
+            assert [choice.top[0][0] for choice in scored] == wanted.argmax(axis=1).tolist()
     core = Core(model, make_runner(model.model, 2, 256), max_rows=2, max_chunk=40)
     one = scheduler.Sequence(Request(tuple(ids), prompt_logprobs=0), 0, len(ids) + 1, 0.0)
     core.begin([one])
@@ -227,48 +226,6 @@ def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
     assert draft_ngram([4] * 30, 3) == [4] * 3
     assert draft_ngram([1, 2, 1], 4) == []
     assert draft_ngram([1], 4) == []
-
-
-def make_slots(model: Any, rows: int, context: int, cache_tokens: int | None) -> SlotRunner:
-    return SlotRunner(model, context, rows, cache_tokens)
-
-
-def test_slots_of_a_contiguous_cache_give_the_same_texts(model: LanguageModel) -> None:
-    """A model with a contiguous cache, as on a GPU, gives the same texts as one with cache blocks.
-
-    Its slots (one sequence each) are filled, emptied and filled again.
-    """
-    with Engine(model) as engine:
-        wanted = submit_all(engine)
-    with Engine(model, max_rows=5, max_chunk=40, make_runner=make_slots) as engine:
-        assert submit_all(engine) == wanted
-        assert submit_all(engine) == wanted
-        stats = engine.stats()
-        assert (stats.cached_tokens, stats.preemptions) == (0, 0)
-
-
-def test_slots_end_sequences_at_their_capacity_and_refuse_drafts(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"raw": True, "max_tokens": 500, "ignore_stop_tokens": True}
-    with Engine(model, max_rows=3, cache_tokens=3 * 50, make_runner=make_slots) as engine:
-        answers = [engine.submit("x" * size, **options) for size in (1, 20, 49, 30, 7)]
-        assert [len(answer.result()[0].tokens) for answer in answers] == [49, 30, 1, 20, 43]
-        with pytest.raises(ValueError, match="prompt: expected fewer tokens than the context of 50, got 50"):
-            engine.submit("x" * 50, raw=True)
-    with pytest.raises(ValueError, match="draft: expected None for a model on a GPU"):
-        Engine(model, draft=draft_ngram, make_runner=make_slots)
-    make_cache = type(model.model.ops).make_cache
-
-    def make_small(ops: Any, sequences: int, capacity: int) -> Any:
-        if capacity > 70:
-            raise ValueError("KV cache: too large")
-        return make_cache(ops, sequences, capacity)
-
-    monkeypatch.setattr(type(model.model.ops), "make_cache", make_small)
-    assert make_slots(model.model, 2, 256, None).max_tokens == 64
-    with pytest.raises(ValueError, match="KV cache"):
-        make_slots(model.model, 2, 256, 1000)
 
 
 def test_rows_are_at_least_one(model: LanguageModel) -> None:

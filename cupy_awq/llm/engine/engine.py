@@ -63,8 +63,8 @@ class EngineStats:
 class Engine:
     """An engine for a model. It is a context manager; threads may share it.
 
-    On the CPU, sequences share one paged cache, and prompts reuse the prefixes of earlier ones. On a GPU, each of
-    ``max_rows`` sequences has a contiguous part of the cache, and prefixes are not reused.
+    Sequences share one paged cache, and prompts reuse the prefixes of earlier ones. On a GPU, decode steps are launched
+    ahead of the host, so text and HTTP take no time from it.
 
     Text does not depend on other requests if the model was loaded with ``batch_invariant=True``; else the bits of
     logits, and so the choice between two almost equally likely tokens, depend on the rows of a step.

@@ -94,7 +94,7 @@ def make_runner(
     """
     if model.ops.has_pages:
         return PagedRunner(model, context, rows * (context + BLOCK) if is_batch else cache_tokens)
-    return LoopRunner(model, rows, context) if is_batch else SlotRunner(model, context, rows, cache_tokens)
+    return LoopRunner(model, rows, context) if is_batch else DeviceRunner(model, rows, context, cache_tokens)
 
 
 class PagedRunner:
@@ -139,84 +139,6 @@ class PagedRunner:
 
     def wait(self) -> None:
         """Return at once."""
-
-
-class SlotRunner:
-    """A runner for a back end without paged attention: each sequence has a slot, a sequence of one contiguous cache.
-
-    Prompts run one after the other. A decode step runs a token in every slot up to the last one in use: the token of a
-    slot that does not decode is written after the tokens of the slot, where the next token overwrites it.
-
-    Args:
-        model: the model.
-        context: the largest number of tokens of a sequence.
-        slots: the number of slots.
-        cache_tokens: the number of tokens of all slots, or None for those that fit, up to the context in each slot.
-    """
-
-    is_paged, has_drafts = False, False
-
-    def __init__(self, model: Model, context: int, slots: int, cache_tokens: int | None) -> None:
-        self._model = model
-        self.max_tokens = context if cache_tokens is None else min(context, cache_tokens // slots)
-        self._cache = self._allocate(slots, is_fixed=cache_tokens is not None)
-        self.max_chunk = model.ops.prefill_chunk
-        # One more block per slot than needed: admission keeps them free, so no sequence is ever preempted.
-        self.blocks = slots * (1 + count_blocks(self.max_tokens))
-        self._slots: dict[scheduler.Sequence, int] = {}
-        self._free = list(range(slots))
-
-    def _allocate(self, slots: int, *, is_fixed: bool) -> Cache:
-        """Return the cache; unless its size ``is_fixed``, halve it until it fits into memory."""
-        while True:
-            try:
-                return self._model.ops.make_cache(slots, self.max_tokens)
-            except ValueError:
-                if is_fixed or self.max_tokens < 2 * BLOCK:
-                    raise
-                self.max_tokens //= 2
-
-    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
-        """Run a step; see `Runner.launch`."""
-        outcomes = self._run(step, samplers)
-        return Launch(lambda: outcomes)
-
-    def _run(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> list[Outcome]:
-        for sequence in self._slots.keys() - samplers.keys():
-            slot = self._slots.pop(sequence)
-            self._cache.lengths[slot] = 0
-            self._cache.tokens[slot].clear()
-            self._free.append(slot)
-        if step.is_prompt:
-            return [self._run_prompt(part, samplers[part.sequence]) for part in step.parts]
-        logits = self._decode(step)
-        slots = (self._slots[part.sequence] for part in step.parts)
-        rows = [logits[slot : slot + 1] for slot in slots]
-        return [_choose(part, row, samplers[part.sequence]) for part, row in zip(step.parts, rows, strict=True)]
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def _run_prompt(self, part: Part, sampler: RowSampler) -> Outcome:
-        if part.sequence not in self._slots:
-            self._free.sort(reverse=True)
-            self._slots[part.sequence] = self._free.pop()
-        logits, scored = _prefill(self._model, self._cache, self._slots[part.sequence], part, part.start)
-        rows = self._model.ops.to_numpy(logits[None]) if part.is_last else np.empty(0, np.float32)
-        return _choose(part, rows, sampler, scored)
-
-    def _decode(self, step: Step) -> npt.NDArray[np.float32]:
-        """Run the newest token of all slots up to the last in use; return their logits [slots, V]."""
-        count = 1 + max(self._slots.values())
-        tokens, advance = [0] * count, [0] * count
-        for part in step.parts:
-            slot = self._slots[part.sequence]
-            tokens[slot], advance[slot] = part.tokens[0], 1
-            self._cache.tokens[slot].append(part.tokens[0])
-        view = self._cache.select(slice(count))
-        logits = self._model.step_logits(view, self._model.ops.prepare_tokens(tokens))
-        view.lengths[:] += self._model.ops.prepare_tokens(advance).astype(np.int32)
-        return self._model.ops.to_numpy(logits)
 
 
 class DeviceRunner:
