@@ -342,6 +342,7 @@ def test_the_page_streams_answers_and_remembers_the_conversation(server: Running
 
 
 def test_metrics_count_tokens_and_have_no_labels_of_users(server: Running) -> None:
+    assert server.chat()[0] == 200
     server.chat(model="x" * 50)
     text = server.request("GET", "/metrics")[2].decode()
     assert re.search(r"^cupy_awq_completion_tokens_total [1-9]", text, re.MULTILINE)
