@@ -22,7 +22,6 @@ import json
 import math
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,9 @@ if __name__ == "__main__":
 
 from cupy_awq import MoeLayer, PackedExperts, expert_reference
 from cupy_awq.expert_check import EXPERT_ACTIVATIONS
+from cupy_awq.runtime import placement
 from cupy_awq.tools import bench, timing
+from cupy_awq.tools.table import render
 from tests.peers.random_problems import geometric_mean, log_uniform, rows
 
 GROUP = 128
@@ -238,8 +239,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     models = draw_models(args.random) if args.random is not None else {name: MODELS[name] for name in args.models}
     ms = args.ms or (rows(args.random) if args.random is not None else [1, 2, 4, 8, 16, 64, 256, 1024, 4096])
     ceilings = bench._ceilings(0)
-    print(f"{cupy.cuda.runtime.getDeviceProperties(0)['name'].decode()}: {ceilings}", flush=True)
-    cells = []
+    gpu = placement.device_name(0)
+    print(f"{gpu}: {ceilings}", flush=True)
+    command = " ".join(("python tests/peers/moe.py", *sys.argv[1:]))
+    run = {"gpu": gpu, "command": command, "read_gbs": ceilings.read_gbs, "fp16_tflops": ceilings.tflops}
+    cells: list[dict[str, Any]] = []
     for name, model in models.items():
         projections = (model.hidden, 2 * model.width, 1), (model.width, model.hidden, 2)
         gate_up, down = (Weights(model.experts, *sizes) for sizes in projections)
@@ -267,27 +271,31 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             times = " ".join(f"{peer} {cell[peer]:9.1f}" for peer in peers if peer in cell)
             print(f"{name:>28} {m:5}  roof {cell['roof']:9.1f}  {times} us", flush=True)
             if args.json:
-                args.json.write_text(json.dumps({"skewed": args.skewed, "seed": args.random, "cells": cells}))
+                args.json.write_text(json.dumps(run | {"cells": cells}))
         del weights, peers, gate_up, down
         cupy.get_default_memory_pool().free_all_blocks()
     return cells
 
 
-def summarize(cells: list[dict[str, Any]]) -> str:
-    """Return the geometric mean of time over roofline by peer and range of tokens, and of Marlin's over ours."""
-    ratios: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for cell in cells:
-        band = next(most for most in BANDS if cell["m"] <= most)
-        for peer in ("ours", "marlin"):
-            if peer in cell:
-                ratios[f"{peer} / roofline"][band].append(cell[peer] / cell["roof"])
-        if "ours" in cell and "marlin" in cell:
-            ratios["marlin / ours"][band].append(cell["marlin"] / cell["ours"])
-    lines = [f"{'tokens up to':>18} " + " ".join(f"{band:6}" for band in BANDS)]
-    for name, bands in ratios.items():
-        means = (f"{geometric_mean(bands[band]):6.2f}" if bands[band] else "     -" for band in BANDS)
-        lines.append(f"{name:>18} " + " ".join(means))
-    return "\n".join(lines)
+COLUMNS = ("tokens", "ours / roofline", "marlin / roofline", "marlin / ours", "worst cell")
+"""The columns of `summarize`."""
+
+
+def summarize(cells: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the geometric means of the ratios of times by range of tokens, and the smallest of Marlin's over ours."""
+    found: list[list[str]] = []
+    for low, high in zip((0, *BANDS), BANDS, strict=False):
+        here = [cell for cell in cells if low < cell["m"] <= high and "ours" in cell]
+        both = [cell for cell in here if "marlin" in cell]
+        if here:
+            ratios = [
+                [cell["ours"] / cell["roof"] for cell in here],
+                [cell["marlin"] / cell["roof"] for cell in both],
+                [cell["marlin"] / cell["ours"] for cell in both],
+            ]
+            means = [f"{geometric_mean(some):.2f}" if some else "-" for some in ratios]
+            found.append([f"{low + 1}-{high}", *means, f"{min(ratios[2]):.2f}" if both else "-"])
+    return found
 
 
 def main() -> None:
@@ -304,7 +312,7 @@ def main() -> None:
         from tests.peers import libraries
 
         libraries.FOLDER = str(args.libraries)
-    print(summarize(measure(args)))
+    print(render(COLUMNS, summarize(measure(args)), left=1))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python tests/peers/render.py            # RESULTS.md and the table of the README
     python tests/peers/render.py --plot     # and h100.png
 
-h100.json, h200.json, tables/random_*.json and tables/untuned_*.json are written by compare.py. Each other file of
-tables/ holds one table that another command printed: title, gpu, commands, text, columns and rows.
+h100.json, h200.json, tables/random_*.json and tables/untuned_*.json are written by compare.py, tables/experts_*.json by
+moe.py. Each other file of tables/ holds one table that another command printed: title, gpu, commands, text, columns and
+rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))
 
 from tests.peers.comparison import BANDS_HEADER, LABELS, Comparison, markdown  # noqa: E402
+from tests.peers.moe import COLUMNS, summarize  # noqa: E402
 from tests.peers.random_problems import geometric_mean  # noqa: E402
 
 RESULTS = HERE / "RESULTS.md"
@@ -121,6 +123,32 @@ def table(path: Path) -> str:
     return f"### {data['title']}\n\n{text}\n\n{commands}\n\n{markdown(data['columns'], cells)}\n"
 
 
+EXPERTS_METHOD = """\
+A layer of experts, from the ids to the weighted sum, with cold weights and another routing in each call. The roofline
+is max(bytes of the touched experts, x and y / read bandwidth, flops / fp16 rate), both measured in the same run.
+Marlin is vLLM's kernel with its sort, SwiGLU and sum, in the same run. Means are geometric.
+"""
+
+
+def experts_section() -> list[str]:
+    """Return the section of RESULTS.md about layers of experts."""
+    parts = ["## Experts\n", EXPERTS_METHOD]
+    for path in sorted((HERE / "tables").glob("experts_*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        ms = sorted({cell["m"] for cell in run["cells"]})
+        times: dict[str, dict[int, str]] = {}
+        for cell in run["cells"]:
+            figures = [f"{cell[name]:.1f}" if name in cell else "-" for name in ("ours", "marlin", "roof")]
+            times.setdefault(cell["model"], {})[cell["m"]] = " / ".join(figures)
+        rows = [[model, *(found.get(m, "-") for m in ms)] for model, found in times.items()]
+        figures = f"{run['read_gbs']:.0f} GB/s read, {run['fp16_tflops']:.0f} TFLOP/s fp16"
+        parts += [f"### {run['gpu']}: {figures}\n\n{textwrap.indent(run['command'], '    ')}\n"]
+        parts += [markdown(COLUMNS, summarize(run["cells"])) + "\n"]
+        parts += ["Microseconds, ours / Marlin / roofline, by the number of tokens:\n"]
+        parts += [markdown(("layer", *map(str, ms)), rows) + "\n"]
+    return parts
+
+
 SECTIONS = {
     "AwqLinear, plan and gemm; other formats": ("calls", "batch_invariant", "formats", "act_order"),
     "W4A8 and W8A8": ("w4a8", "w4a8_linear", "w4a8_1024", "w4a8_blocks_32", "w4a8_few_rows", "w4a8_rows"),
@@ -162,6 +190,7 @@ def results() -> str:
     runs = [section(Comparison.read(HERE / f"{name}.json")) for name in ("h100", "h200")]
     parts = [INTRODUCTION, "## AwqLinear and its peers\n", METHOD, "![Time over roofline](h100.png)\n", *runs]
     parts += untuned_section()
+    parts += experts_section()
     for title, names in SECTIONS.items():
         parts += [f"## {title}\n", *(table(HERE / "tables" / f"{name}.json") for name in names)]
     return "\n".join(parts)
