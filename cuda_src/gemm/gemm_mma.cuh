@@ -5,7 +5,7 @@
 //   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
 //   x         X [m, k], row stride ldx values
-//   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
+//   qweight   uint32 [k, n / 8] in AWQ order (dequantize/int4.cuh), row stride ldq words
 //   scales    SCALE [groups, n], row stride lds values
 //   zeros     kPacked: uint32 [groups, n / 8], row stride ldz words; kOffset: SCALE [groups, n], row stride ldz values;
 //             kSymmetric: null

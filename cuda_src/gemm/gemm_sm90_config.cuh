@@ -23,7 +23,8 @@ struct GemmSm90Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS
   // Number of k tiles (128 k) per stage; those of a tile column are copied together.
   static constexpr int kKTiles = K_TILES;
   static constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster, which divide K of one tile among each other
-  // Whether partial sums are added by rank of the CTA, so that their order is that of K.
+  // Whether the partial sums of all CTAs are added by rank, so that slices of K are added in order; else a CTA adds its
+  // own first.
   static constexpr bool kRankOrder = RANK_ORDER;
   static constexpr int kCtasPerSm = CTAS_PER_SM;
   // Bytes of x that the producer copies per stage; 0 if consumers copy x themselves.

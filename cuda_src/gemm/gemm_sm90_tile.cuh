@@ -15,7 +15,8 @@
 #include "hopper/tma.cuh"
 #include "ptx/cluster.cuh"
 
-// The constants that follow from those of the host. Host is a GemmSm90Config.
+// The constants that follow from those of the configuration. Host is a GemmSm90Config (gemm_sm90_config.cuh), whose
+// constants the host sets.
 template <class Host> struct GemmSm90 : Host {
   static constexpr int kProducerRegisters = 40;
 

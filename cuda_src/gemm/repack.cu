@@ -8,9 +8,10 @@
 //   zeros    uint32 [groups, n / 8], row stride ldz words; or null
 //   out      weight tiles [ceil(n / BLOCK_N) * BLOCK_N / 32][ceil(k / 128)]
 //
-// Limits: k % 64 == 0; RepackedLayout.refusal in kernels/repack.py has the others. sm_60 and newer. Grid: (k tiles,
-// blocks of BLOCK_N columns). A CTA repacks 128 rows x BLOCK_N columns through shared memory. Lanes with different t =
-// lane % 4 read the same word of different rows; an odd row pitch in words puts these words into different banks.
+// Limits: k % 64 == 0; FragmentLayout.refusal in kernels/gemm/layouts.py has the others. sm_60 and newer. Grid: (k
+// tiles, blocks of BLOCK_N columns). A CTA repacks 128 rows x BLOCK_N columns through shared memory. Lanes with
+// different t = lane % 4 read the same word of different rows; an odd row pitch in words puts these words into
+// different banks.
 #include "gemm/repacked_layout.cuh"
 
 using Layout = RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>;

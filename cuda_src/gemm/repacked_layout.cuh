@@ -31,7 +31,7 @@
 // and each of the tiles has a copy of the scales and zero points. Columns past n and rows past k have codes and scales
 // of zero.
 //
-// The host's description is `RepackedLayout` in kernels/gemm/repack.py.
+// The host's description is `FragmentLayout` in kernels/gemm/layouts.py.
 #pragma once
 
 #include "common/mma.cuh"

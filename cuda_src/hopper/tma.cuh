@@ -7,7 +7,7 @@
 #include "common/types.cuh"
 #include "ptx/bulk_copy.cuh"
 
-// A CUtensorMap, encoded by the driver (runtime/launch.py). Kernels take it as a __grid_constant__ parameter.
+// A CUtensorMap, encoded by the driver (runtime/launcher.py). Kernels take it as a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
