@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, also those that are not imported yet, and none that this file or an import binds."""
+    """Return the public names, including those not imported yet; helpers and imported modules are left out."""
     return sorted({*(name for name in globals() if name.startswith("__")), *_MODULES, *_SUBMODULES})

@@ -110,7 +110,7 @@ def create(path: Path, *, mode: int = 0o666, check: Callable[[Path], object] | N
             raise
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(aside)):
-            raise  # the error names a file other than the temporary one
+            raise  # an error of ``block`` about another file keeps its name
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 

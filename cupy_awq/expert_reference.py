@@ -20,7 +20,7 @@ from cupy_awq.packing import round_once
 Array = npt.NDArray[Any]
 
 LEAST_SUM = np.float32(1e-20)
-"""The value that is added to a sum of scores before the division by it."""
+"""The number that is added to a sum of scores before the division by it, so that scores of 0 do not give NaN."""
 
 
 def choose_experts(router_logits: Array, options: TopK, bias: Array | None) -> tuple[Array, Array]:

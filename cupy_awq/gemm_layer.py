@@ -40,7 +40,7 @@ class GemmLayer:
     _prepared: dict[Any, PreparedGemm]
 
     def _prepare(self) -> None:
-        """Set the attributes that follow from the others."""
+        """Create the cache of launches, and the addresses of weight, bias and order that every launch passes."""
         on_cpu = self._operand.spec.device == check.HOST
         self._pointers = () if on_cpu else weight_pointers(self._operand, self._bias, self._order)
         self._prepared = {}

@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, AwqLinear]):
 
 
 class _Selection(Mapping[str, _Item]):
-    """Some entries of a mapping."""
+    """A mapping of some of the names of another one, whose values ``get`` returns."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], _Item]) -> None:
         self._names = dict.fromkeys(names)

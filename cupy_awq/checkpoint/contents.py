@@ -145,7 +145,8 @@ class Summary:
 def summarize(contents: Contents) -> Summary:
     """Return a description of a checkpoint for the command ``info``, without converting any module."""
     specs = contents.specs
-    packed = {name: spec for name, spec in specs.items() if contents.is_module(name)}  # a dense tensor has no groups
+    # modules that become dense have no groups: leave them out unless all are dense
+    packed = {name: spec for name, spec in specs.items() if contents.is_module(name)}
     widths = Counter(spec.bits for spec in (packed or specs).values())
     bits = widths.most_common(1)[0][0] if widths else None
     forms = Counter((spec.group_size, str(spec.dtype)) for spec in packed.values())

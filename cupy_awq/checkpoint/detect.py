@@ -195,7 +195,7 @@ the evidence for it. It raises CheckpointError for settings that are not support
 
 
 def _list_modules(tensors: Tensors) -> set[str]:
-    """Return the names of tensors up to the last dot."""
+    """Return the names of all modules: the names of tensors up to the last dot."""
     return {name.rpartition(".")[0] for name in tensors}
 
 
@@ -272,7 +272,8 @@ def _match_layout(codes: Array, scales: Array | None) -> str | None:
 
 SHAPE_CHECKS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "awq gemm": lambda codes, scales: 8 * codes[1] == scales[1],
-    "awq gemv": lambda codes, scales: codes[0] == scales[0],  # GPTQ would have groups of 8 rows, which none writes
+    # as GPTQ, these shapes would mean groups of 8 rows, which no tool writes
+    "awq gemv": lambda codes, scales: codes[0] == scales[0],
     "gptq": lambda codes, scales: codes[1] == scales[1],
     "awq gemv_fast": lambda codes, scales: False,  # the codes of this format are int16, as `_match_layout` checks
 }

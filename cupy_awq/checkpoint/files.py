@@ -135,7 +135,7 @@ def check_downloaded(begin: bytes, where: str) -> None:
 
 @dataclass
 class HeaderLimits:
-    """The rest of the limits on the headers of all files of a checkpoint together.
+    """The limits that remain for the headers of the next files of a checkpoint, as all files share one limit.
 
     Attributes:
         nbytes: the number of bytes of JSON that the headers may still have.
@@ -175,7 +175,8 @@ def check_json(text: bytes, where: str, max_names: int = MAX_JSON_NAMES) -> None
     depth, values, names, in_string = 0, 1, 0, 0
     for start in range(0, len(plain), _SCAN_BYTES):
         part = np.frombuffer(plain, np.uint8, min(_SCAN_BYTES, len(plain) - start), start)
-        quotes = np.cumsum(part == ord('"'), dtype=np.uint8)  # uint8 sums wrap around, which preserves their parity
+        # parity says whether a byte is in a string; uint8 may wrap
+        quotes = np.cumsum(part == ord('"'), dtype=np.uint8)
         outside = (quotes + np.uint8(in_string)) % 2 == 0
         in_string = (in_string + int(quotes[-1])) % 2
         step = _STEPS[part[(_KINDS[part] != 0) & outside]]
@@ -272,7 +273,7 @@ def read_small_file(path: Path) -> bytes:
             raise CheckpointError(f"{path}: expected a regular file, got another kind")
         if found.st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got {found.st_size}")
-        data = file.read(MAX_JSON_BYTES + 1)  # the size of a file in /proc is 0
+        data = file.read(MAX_JSON_BYTES + 1)  # ``st_size`` is 0 for a file in /proc: limit the read itself
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got more")
     return data

@@ -61,8 +61,9 @@ METADATA = "__metadata__"
 def read(path: Path, limits: HeaderLimits | None = None) -> dict[str, npt.NDArray[Any]]:
     """Return all tensors of a file by name as read-only views of the memory-mapped file.
 
-    The file must not be truncated while a view is in use. ``limits`` is what the headers of the checkpoint's files may
-    still take, of which this call takes its part: one object for all files, or None for a checkpoint of one file.
+    The file must not be truncated while a view is in use. ``limits`` says what the headers of the checkpoint's files
+    may still take, and this call subtracts its own: pass one object for all files, or None for a checkpoint of one
+    file.
 
     Raises:
         CheckpointError: the file is malformed, or its header exceeds ``limits``.

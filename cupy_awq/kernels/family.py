@@ -117,7 +117,7 @@ class Config(Protocol):
 
 @dataclass(frozen=True)
 class SoleConfig:
-    """The only configuration of a problem, which determines the launch; subclasses have what follows from it."""
+    """The configuration of a family that has one per problem; subclasses add constants that follow from the problem."""
 
     split_k = 1
 

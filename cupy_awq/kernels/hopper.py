@@ -76,12 +76,12 @@ def resident_clusters(device: Device, size: int) -> int:
 
 
 def in_turn(*values: float) -> Any:
-    """Return the field of a dataclass of constants that has one value in each of the instances of `costs_table`."""
+    """Return a field of a dataclass of constants, given its value in each instance of `costs_table`, in order."""
     return field(metadata={"values": values})
 
 
 def costs_table(kind: type[T]) -> tuple[T, ...]:
-    """Return the instances of a dataclass whose fields are all made by `in_turn`."""
+    """Return the instances of a dataclass whose fields `in_turn` made: the i-th has the i-th value of each field."""
     dataclass: Any = kind
     columns = (part.metadata["values"] for part in fields(dataclass))
     return tuple(kind(*values) for values in zip(*columns, strict=True))

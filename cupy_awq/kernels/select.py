@@ -321,7 +321,7 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
 
 
 def _has_label(m: int, candidate: Candidate, entry: TunedConfig) -> bool:
-    """Return whether ``entry.label`` denotes a candidate; at another small M also with ``block_m`` rounded up."""
+    """Return whether ``entry.label`` denotes a candidate; at another small M, ``block_m`` may be rounded up."""
     if m == entry.m or m > ONE_TILE_M:
         return candidate.label == entry.label
     return entry.label in candidate.family.labels(candidate.config)

@@ -19,7 +19,7 @@ MAX_STOP = 1024
 
 
 def show_count(tokens: int, limit: int) -> str:
-    """Return a number of tokens as text; of a text with more than twice ``limit``, only a part has been counted."""
+    """Return a number of tokens as text: "more than ..." above twice ``limit``, where counting stops."""
     return str(tokens) if tokens <= 2 * limit else f"more than {2 * limit}"
 
 

@@ -83,7 +83,7 @@ def conv2d(
 
 
 def kernel_sizes(shape: ConvolutionShape) -> ConvolutionSizes:
-    """Return the sizes of a validated convolution as `ConvolutionSizes`."""
+    """Return the sizes as the kernels take them: channels per group, and of the padding only top and left."""
     (top, _), (left, _) = shape.padding
     return ConvolutionSizes(
         shape.batch,

@@ -81,7 +81,7 @@ class Plan:
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._prepared: PreparedGemm | None = None
         self._disjoint: set[int] = set()  # the addresses of earlier arrays `out`, which overlap no constant array
-        self._gathered_begin = 0  # offset of the copy of x in the workspace; past the counters, which must stay 0
+        self._gathered_begin = 0  # the copy of x lies behind the counters, which must stay 0
         self._memory: Array | None = None
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)

@@ -114,7 +114,8 @@ class PreparedGemm:
         self._cupy = cupy  # An import in `run` would take 2% of its time.
         self._constants = constants
         spans = [(0, 0) if a is None else overlap.byte_span(a) for a in (qweight, scales, qzeros, bias)]
-        self._constant_spans = *spans[:3], (0, 0), spans[3]  # in the order of BUFFERS; users have no repacked weight
+        # in the order of BUFFERS; no user array can overlap the repacked weight, hence (0, 0)
+        self._constant_spans = *spans[:3], (0, 0), spans[3]
         self._disjoint: set[Any] = set()
 
     def __call__(

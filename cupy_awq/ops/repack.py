@@ -84,7 +84,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
         magnitudes = weight.scales.get().view(np.uint16) & 0x7FFF
     # Subtracting 1 wraps the bits of a zero to the largest integer, so the minimum is that of the nonzero scales.
     extremes = np.array([magnitudes.max(), min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1], np.uint16)
-    # 15 suffices for any float16 scale; 127 is the limit of a float32 factor.
+    # 2**15 makes the smallest float16 scale, 2**-24, a normal number; 2**127 is the largest power of two in float32.
     max_exponent = 15 if spec.dtype == np.float16 else 127
     largest, smallest = map(float, extremes.view(spec.dtype))
     return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))

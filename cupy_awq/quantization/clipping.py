@@ -39,7 +39,8 @@ def search_clipping(
     blocks = diagonal_blocks(moments.second, group_size)
     parts = []
     for rows in row_blocks(w):
-        grouped = xp.ascontiguousarray(w[rows].reshape(-1, groups, group_size).swapaxes(0, 1))  # axes [K/G, n, G]
+        # [K/G, n, G]: batched by group, as the blocks of H are
+        grouped = xp.ascontiguousarray(w[rows].reshape(-1, groups, group_size).swapaxes(0, 1))
         parts.append(_search(grouped, blocks, scale_dtype, symmetric))
     return Grid(*(xp.ascontiguousarray(xp.concatenate([part[i] for part in parts], axis=1).T) for i in range(4)))
 

@@ -23,7 +23,7 @@ The smallest bfloat16 scale is a normal number, because GPUs may flush bfloat16 
 
 
 class Grid(NamedTuple):
-    """The grids of several groups: arrays of one shape with one element per group.
+    """The grids (scales and zero points) of several groups: arrays of one shape with one element per group.
 
     The representable values of a group are (q - zero) * scale for codes q from ``bottom`` to ``top``.
     """
@@ -38,7 +38,7 @@ class Grid(NamedTuple):
     """The largest code whose value is finite in the dtype of the scales, nearly always 15, in float64."""
 
     def expand(self, axis: int, dtype: Any) -> Grid:
-        """Return the grids in a float dtype, with a new axis ``axis`` of length 1 to broadcast over the weights."""
+        """Return the grids with all arrays in a float dtype and a new axis of length 1, to broadcast over weights."""
         xp = namespace(self.zero)
         return Grid(*(xp.expand_dims(a.astype(np.float64).astype(dtype), axis) for a in self))
 

@@ -44,7 +44,7 @@ _DLPACK_BFLOAT16, _DLPACK_UINT16 = bytes([4, 16, 1, 0]), bytes([1, 16, 1, 0])
 
 
 class _Bits:
-    """An array in bfloat16 that is exported by DLPack as uint16, since NumPy's import does not know bfloat16.
+    """A DLPack export that declares bfloat16 as uint16, since NumPy's import does not know bfloat16.
 
     Args:
         array: the array of another library, in host memory.

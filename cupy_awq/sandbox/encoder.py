@@ -19,7 +19,7 @@ Llama 3 has 256 special tokens of 7,000 characters.
 """
 
 MAX_COMPARISONS = 1 << 29
-"""The largest number of characters of the tokens, times the positions where one may start, for which it does so."""
+"""The largest work of the regular expression: all characters of the tokens, times the places where one may start."""
 
 MAX_TOKEN_CHARACTERS = 1 << 12
 """The largest number of characters per token that a decoder may return."""
@@ -30,8 +30,8 @@ EMPTY_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 class TokenFinder:
     """A search for the texts of tokens.
 
-    Few tokens are the alternatives of a regular expression, which is fast if they start equally, as special tokens do.
-    Of others, each would be tried at each character; ``tokenizers`` searches for all at once.
+    Few tokens become the alternatives of a regular expression, which is fast if all start with the same character, as
+    special tokens do. Otherwise it would try each token at each character, so ``tokenizers`` searches for all at once.
     """
 
     def __init__(self, contents: Iterable[str]) -> None:

@@ -75,7 +75,7 @@ def main() -> None:
     """Serve requests until standard input ends, which it also does if the parent process dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing but replies reaches the pipe
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print must not reach the pipe of replies
     limit = _make_limiter()
     _send(replies, {"result": None})
     try:
@@ -91,7 +91,7 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
         return {"result": function(**arguments)}
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of Rust code is no Exception
+    except BaseException as error:  # a panic of Rust code is no Exception, but a BaseException
         return {"error": [type(error).__name__, str(error)[:MAX_ERROR]]}
 
 

@@ -12,7 +12,7 @@ OPTION = "--threads"
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 """The environment variables that OpenBLAS, MKL, OpenMP and Accelerate read when they are loaded."""
 SAMPLES, SAMPLE_SECONDS = 5, 0.002
-"""How often, and at which distance, the number of running threads is read; its minimum ignores short ones."""
+"""How often, and at which distance in seconds, running threads are counted; the minimum leaves out short-lived ones."""
 
 
 def limit(arguments: Sequence[str], environment: MutableMapping[str, str]) -> None:

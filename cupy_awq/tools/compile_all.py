@@ -111,7 +111,7 @@ def _hopper_fragments(gpu: device.Device) -> Iterator[Kernel]:
 
 
 def _fused(problem: Problem) -> Problem:
-    """Return the problem with the fusion that it has in a decode step, as far as its shape tells."""
+    """Return the problem with the fusion that GEMMs of such a shape, wide or narrow, have in a decode step."""
     fused = replace(problem, fusion=Fusion("add_to_stream" if problem.k >= problem.n else "rms_norm_x"))
     return replace(fused, gated=True, activation="silu") if problem.n > 3 * problem.k else fused
 

@@ -46,7 +46,7 @@ On an H100, configurations found in steps of 4 and 12 layers took up to 4% and 2
 REPLAYS = 6
 """The number of steps per timing."""
 FINALISTS = 10
-"""The number of configurations per GEMM of which all pairs with those of the next GEMM are tried."""
+"""The number of fastest configurations per GEMM that are tried in all pairs with those of the next GEMM."""
 LEAST_GAIN = 0.01
 """The smallest gain, relative to the time of a step, for which configurations replace the present ones."""
 
@@ -220,8 +220,8 @@ class Step:
     def timer(self, candidates: Mapping[str, Candidate]) -> Timer:
         """Return a function that returns the time of a step in microseconds, with a configuration for each shape.
 
-        The function launches a CUDA graph. Graphs may use the same memory, which the pool may even have given to others
-        since, because they run one after the other and nothing else runs meanwhile.
+        The function launches a CUDA graph. Graphs may share memory, even if the pool has given it to others since: they
+        run one after the other, and nothing else runs meanwhile.
         """
         import cupy
 

@@ -109,7 +109,7 @@ def random_rows(m: int, k: int, settings: Settings) -> Array:
 
 
 def random_copies(shape: Shape, settings: Settings, touched: int) -> list[PackedExperts]:
-    """Return copies of weights of which calls that touch ``touched`` experts each find theirs cold in L2."""
+    """Return copies of the weights: so many that calls, which read ``touched`` experts each, find them cold in L2."""
     scales = np.dtype(np.float16) if settings.dtype == "float32" else DTYPES[settings.dtype]
     first = testing.random_weight(np.random.default_rng(0), *shape, settings.group_size, dtype=scales)
     parts = (np.asarray(a) for a in (first.qweight, first.scales, first.qzeros))

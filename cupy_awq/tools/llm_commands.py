@@ -302,7 +302,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _read_text(file: str) -> str:
-    """Return the text of a file in UTF-8, or of standard input for "-", up to the length that is refused later.
+    """Return the text of a file in UTF-8, or of standard input for "-"; of a text that is too long, only a part.
 
     Raises OSError if the file cannot be read, and ValueError if it is not UTF-8.
     """

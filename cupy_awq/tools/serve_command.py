@@ -88,7 +88,7 @@ def _serve(args: argparse.Namespace) -> int:
     listener = Listener(engine, settings, **address)
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
-    gc.freeze()  # collections then skip what lives as long as the model
+    gc.freeze()  # garbage collections then skip the model, which lives until the end
     print(f"serving {name} at http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
     listener.run()
     return 0 if engine.error is None else 1

@@ -106,7 +106,7 @@ class Blocks(NamedTuple):
 
 @dataclass
 class _Limits:
-    """The rest of the limits on the headers of all parts of a file.
+    """The limits that remain for the headers of the next parts of a split file, as all parts share one limit.
 
     Attributes:
         entries: the numbers of metadata fields and of tensors.
@@ -301,7 +301,7 @@ def _read_file(path: Path, limits: _Limits) -> tuple[dict[str, Any], dict[str, B
     if min(limits.entries) < 0:
         got = f"{field_count} and {tensor_count}"
         raise CheckpointError(f"{path}: expected at most {MAX_ENTRIES} metadata fields and tensors each, got {got}")
-    cursor.require(12 * field_count + 24 * tensor_count)  # the smallest sizes of a field and of a tensor entry
+    cursor.require(12 * field_count + 24 * tensor_count)  # a field has at least 12 bytes, a tensor entry 24
     metadata: dict[str, Any] = {}
     for _ in range(field_count):
         key = cursor.text()

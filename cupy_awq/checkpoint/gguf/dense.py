@@ -54,7 +54,8 @@ def read_values(block: Blocks, where: str, dtype: np.dtype[Any] = FLOAT16) -> Ar
                 chunk = block.data[first : min(first + step, stop)]
                 out[first : first + len(chunk)] = convert(chunk).reshape(len(chunk), columns)
 
-    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)  # one thread for gguf, which caches tables
+    # one thread for the package gguf, which caches tables
+    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)
     return out.reshape(block.shape)
 
 

@@ -114,7 +114,7 @@ def find(metadata: Mapping[str, Any]) -> Names:
     """Return the names for the architecture in the metadata of a file."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
-        return DEFAULT  # an array in a damaged file
+        return DEFAULT  # a damaged file can hold an array here
     return MIXTRAL if arch == "llama" and "llama.expert_count" in metadata else ARCHITECTURES.get(arch, DEFAULT)
 
 

@@ -79,7 +79,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
 def rename_tensors(
     path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
 ) -> Iterator[tuple[str, Blocks, int | None]]:
-    """Yield (Hugging Face name, blocks, heads) for every tensor and expert.
+    """Yield (Hugging Face name, `Blocks`, heads) for every tensor and expert.
 
     ``heads`` is None if the rows of the tensor are in Hugging Face's order, else the tensor's number of heads: GGUF
     interleaves the rows of each head, which `restore_rows` reverses. Raises CheckpointError if the metadata has a
@@ -98,7 +98,7 @@ def restore_rows(block: Blocks, heads: int | None) -> Blocks:
 def _name_tensors(
     name: str, block: Blocks, names: Names, heads: Mapping[str, int], where: str
 ) -> list[tuple[str, Blocks, int | None]]:
-    """Return (Hugging Face name, blocks, heads) for a tensor, with ``heads`` as in `rename_tensors`.
+    """Return (Hugging Face name, `Blocks`, heads) for a tensor, with ``heads`` as in `rename_tensors`.
 
     ``heads`` as an argument is the result of `find_permuted_heads`.
 

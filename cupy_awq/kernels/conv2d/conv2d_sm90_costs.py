@@ -72,7 +72,7 @@ class DenseCosts:
     split_pixel_us: float = 0.0177
     """The additional time of the split-K reduction, in microseconds per pixel that a warpgroup sends to other CTAs."""
     imbalance: float = 0.6
-    """The relative increase of the memory time per CTA slot without a tile and slot with one, with several waves."""
+    """The factor by which (idle CTA slots of the last wave / CTAs) increases the memory time, with several waves."""
     traffic_overlap: float = 0.24
     """The fraction of the shorter of compute and memory time that does not overlap with the longer one."""
 

@@ -45,7 +45,7 @@ class StepPreparation(MemoryBoundProblem):
 
 
 def work_items(m: int, splits: int) -> int:
-    """Return the number of int4 of the work list of m rows."""
+    """Return the number of entries (int4) of the work list, from which attention takes its work, for m rows."""
     return 1 + m * MAX_SPLITS if splits else m
 
 

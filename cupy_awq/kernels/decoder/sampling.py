@@ -71,7 +71,7 @@ class TokenSampling(MemoryBoundProblem):
 
 @dataclass(frozen=True)
 class ThresholdSearch(MemoryBoundProblem):
-    """A search of the smallest logit of each of m sequences that may be sampled.
+    """A search for the smallest logit that may be sampled, for each of m sequences.
 
     The penalty and the temperature are applied to the logits first; top-k, top-p and min-p then determine the smallest.
 
@@ -106,13 +106,13 @@ class ThresholdSearch(MemoryBoundProblem):
 
 
 def slot_options(sampling: Any, choice: int) -> npt.NDArray[np.void]:
-    """Return the options of one sequence, `SLOT_OPTIONS` [1], from a `cupy_awq.llm.Sampling` and its index."""
+    """Return `SLOT_OPTIONS` [1]: the `cupy_awq.llm.Sampling` of a sequence and the index of its completion."""
     filters = min(sampling.top_k, 2**31 - 1), sampling.temperature, sampling.top_p, _log(sampling.min_p)
     return np.array([(sampling.seed, choice, *filters, 0)], SLOT_OPTIONS)
 
 
 def _log(min_p: float) -> float:
-    """Return the logarithm of a smallest probability, which may be 0."""
+    """Return log(min_p), or -infinity for 0, which lets every token be sampled."""
     return math.log(min_p) if min_p > 0 else -math.inf
 
 

@@ -33,11 +33,11 @@ class GemmMmaCosts:
     """Fitted constants of the cost model.
 
     Attributes:
-        instructions: instructions of a warp per k tile, and 16 rows of it: those besides mma of the compiled main loop.
+        instructions: a warp's instructions other than mma in the compiled main loop, per k tile: (fixed, per 16 rows).
         issue: cycles of a scheduler per such instruction.
-        chain: cycles of a warp that is alone on its scheduler, per instruction.
-        exposed: latencies of device memory per k tile, over the stages whose copies are in flight; with two stages,
-            three loads through registers per k tile follow each other.
+        chain: cycles per instruction of a warp that is alone on its scheduler, where nothing hides the latency.
+        exposed: exposed part of a device-memory latency per k tile, divided by the number of stages in flight; times 9
+            with two stages, whose loads pass through registers one after the other.
         read_fraction: fraction of the bandwidth that copies of 32 bytes per row of W reach, of that of a plain read.
         start: time to start and finish a CTA, in latencies of device memory.
     """

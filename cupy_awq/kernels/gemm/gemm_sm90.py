@@ -109,7 +109,7 @@ def _mma_invariant_configs(problem: Problem, device: Device) -> Iterator[GemmSm9
 
 
 def _scaled_choices(problem: Problem, block_m: int, k_tiles: int) -> list[bool]:
-    """Return the values of ``scaled`` to try."""
+    """Return the values of ``scaled`` to try: True to multiply weights by their scales before the product."""
     can_scale = problem.m >= ROUNDED_MIN_M or problem.batch_invariant
     can_scale = can_scale and not (problem.dtype == "float16" and problem.wide_scales)
     # With several groups per weight tile, unscaled weights need a wgmma wait per group: up to 39% slower.

@@ -54,7 +54,7 @@ def read_weights(files: ModelFiles, layer: LayerSpec, xp: Any) -> DenseWeights:
 
 
 class _RecordingWeights(LayerWeights):
-    """The dense weights of a layer, whose projections add their inputs to the sum of their site in ``sums``, if any."""
+    """The dense weights of a layer, whose projections add their inputs to ``sums``, by name of their `Site`."""
 
     def __init__(self, ops: NumpyOps, weights: DenseWeights, sums: Mapping[str, MomentSum]) -> None:
         (layer,) = ops.config.layers
@@ -91,7 +91,7 @@ class _RecordingWeights(LayerWeights):
 
 
 def build_operations(ops: NumpyOps, weights: DenseWeights, sums: Mapping[str, MomentSum]) -> list[Operation]:
-    """Return the operations of the layer, which add the inputs of the linear layers to ``sums``, by site."""
+    """Return the operations of the layer, which add each input of linear layers to ``sums``, by name of its `Site`."""
     (layer,) = ops.config.layers
     return list(list_operations(layer, 0, _RecordingWeights(ops, weights, sums)))
 

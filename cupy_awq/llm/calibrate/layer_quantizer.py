@@ -191,7 +191,7 @@ def _quantize_layer(
 def _advance(
     ops: NumpyOps, weights: DenseWeights, hidden: list[Array], cache: Cache, sums: Mapping[str, MomentSum]
 ) -> None:
-    """Replace each sequence's hidden states by the layer's output; add the inputs of its linear layers to ``sums``."""
+    """Replace each sequence's hidden states by the layer's output; add the inputs of linear layers to ``sums``."""
     operations = build_operations(ops, weights, sums)
     for i, h in enumerate(hidden):
         hidden[i] = _run(ops, operations, h, cache)
@@ -202,7 +202,7 @@ def _calibrate(
 ) -> tuple[dict[str, Moments], dict[str, int]]:
     """Replace each sequence's hidden states by the layer's output.
 
-    Returns the moments of all inputs by site, without those of experts that had few tokens, and
+    Returns the moments of the inputs by name of their `Site`, without those of experts that had few tokens, and
     `QuantizedLayer.few_tokens`.
     """
     (layer,) = ops.config.layers

@@ -92,7 +92,7 @@ def convert(
 
 
 def _read(name: str, files: ModelFiles, rounder: Rounder) -> Module | Array:
-    """Read a tensor of a model; a module is rounded."""
+    """Read a tensor or a quantized module by name; a module is rounded to what the target format can hold."""
     item = files.tensors[name]()
     return rounder.round(name, item) if isinstance(item, Module) else item
 

@@ -68,7 +68,7 @@ ROPE_FIELDS = {
     "rope": ("dimension_count", "freq_base", "scale_linear"),
     "rope.scaling": ("factor", "finetuned", "original_context_length", "type"),
 }
-"""The supported metadata fields of ``<arch>.rope``, by what is before their last part; ``finetuned`` has no effect."""
+"""The supported metadata fields: the last part of the name, by what stands before it; ``finetuned`` has no effect."""
 FLOATS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
 """The names of config.json whose values are not integers."""
 COUNTS = ("first_k_dense_replace", "num_nextn_predict_layers")
@@ -114,7 +114,7 @@ def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Deco
     divisors: tuple[float, ...] = ()
     if "rope_freqs.weight" in blocks:
         divisors = tuple(read_values(blocks["rope_freqs.weight"], "rope_freqs.weight").ravel().tolist())
-    values["num_hidden_layers"] -= values.get("num_nextn_predict_layers", 0)  # GGUF counts all of them
+    values["num_hidden_layers"] -= values.get("num_nextn_predict_layers", 0)  # GGUF counts these layers too
     values |= {
         "partial_rotary_factor": get("rope.dimension_count", (int,), head_dim) / head_dim,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in blocks,

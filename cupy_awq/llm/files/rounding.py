@@ -47,7 +47,7 @@ LIMITS = {
 """The limits of each format that `convert` writes."""
 
 RANGES = (1.0, 0.95, 1.05, 0.9, 1.1)
-"""The factors of the range of a group that `refit` tries."""
+"""The factors that `refit` tries on the range of a group: a narrower range clips weights, but has finer steps."""
 
 BLOCK = 1 << 22
 """The number of weights that are dense at a time in each thread."""
@@ -74,7 +74,7 @@ class Rounder:
         return contents.with_changed_modules(self._plan, self.round)
 
     def _group_size(self, k: int, group_size: int) -> int:
-        """Return the group size of a rounded module; unchanged if K has no groups that the format holds."""
+        """Return the group size of a rounded module; unchanged if the format can hold no group size for K."""
         multiple = self._limits.group_size
         return multiple if group_size % multiple and k % multiple == 0 else group_size
 
@@ -98,10 +98,10 @@ class Rounder:
         )
 
     def round(self, name: str, module: Module) -> Module:
-        """Return a module that the format holds, and keep its error.
+        """Return a module that the format can hold, and add its error to ``errors``.
 
-        Codes stay as they are where only scales and offsets must be rounded. Otherwise every group gets the best grid
-        of `refit`, and rows are in the order of the columns of x.
+        Codes stay as they are where only scales and offsets must be rounded. Otherwise every group gets the best scale
+        and zero point (`refit`), and rows are in the order of the columns of x.
 
         Raises ValueError, which names the module, for scales beyond the range of float16.
         """
@@ -144,9 +144,10 @@ def refit(module: Module, group_size: int, dtype: np.dtype[Any]) -> PackedWeight
 
 
 def find_best_rows(w: Array, group_size: int, dtype: np.dtype[Any]) -> QuantizedRows:
-    """Round a weight, float32 [N, K], to the grid of each group that has the smallest squared error.
+    """Round a weight, float32 [N, K], with the scale and zero point per group that have the smallest squared error.
 
-    Each factor of `RANGES` gives a grid: that of `cupy_awq.quantize` for the range of the group times the factor.
+    Each factor of `RANGES` gives a candidate: the grid of `cupy_awq.quantize` for the range of the group times the
+    factor.
     """
     grouped = w.reshape(len(w), -1, group_size)
     low, high = grouped.min(axis=-1), grouped.max(axis=-1)

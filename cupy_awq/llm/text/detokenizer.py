@@ -135,7 +135,7 @@ class DecodeStream:
         return self._text.decode(data)
 
     def _take(self, is_last: bool) -> str:
-        """Return what the newest tokens add to the text of `CONTEXT` or more earlier ones."""
+        """Return what the tokens since the last output add to the text; nothing while they end within a character."""
         before, text = self._decoder.decode(self._ids[: self._emitted]), self._decoder.decode(self._ids)
         if len(text) <= len(before) or (text.endswith("\ufffd") and not is_last):
             return ""

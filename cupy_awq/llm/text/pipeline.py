@@ -110,7 +110,7 @@ def is_known(table: Mapping[str, Any]) -> bool:
 
 
 def _list_steps(part: Any, depth: int = 0) -> list[dict[str, Any]]:
-    """Return the steps of a part, without sequences of sequences."""
+    """Return the steps of a part, such as "normalizer", with nested sequences flattened."""
     if part is None:
         return []
     if not isinstance(part, dict) or depth > MAX_PARTS:

@@ -47,7 +47,7 @@ class RemoteEncoder:
 
     def _use(self, method: str, characters: int = 0, **arguments: Any) -> Any:
         left = min(self._left, SAVED_SECONDS) + CALL_SECONDS + characters / CHARACTERS_PER_SECOND
-        self._left = SAVED_SECONDS  # after an error, which ends a generation
+        self._left = SAVED_SECONDS  # holds if the call fails, which ends a generation
         while True:
             try:
                 result, seconds = self._worker.call("use_tokenizer", cpu_seconds=left, method=method, **arguments)
