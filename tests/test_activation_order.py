@@ -335,7 +335,7 @@ def test_layers_and_plans_with_an_order_on_the_gpu(m: int, element: np.dtype[Any
 def test_layers_whose_gemm_gathers_x_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, m: int, element: np.dtype[Any]
 ) -> None:
-    """Rows of x are contiguous, strided, or unaligned; for unaligned rows, a separate launch gathers."""
+    """The GEMM itself gathers contiguous and strided rows of x; a separate launch gathers unaligned rows."""
     monkeypatch.setattr(gather_columns, "is_fused", lambda problem, gpu: GEMM_SM90.refusal(problem, gpu) is None)
     rng, k, n = np.random.default_rng(m), 1088, 72
     weight, order = ordered(rng, k, n, 64, dtype=element)
@@ -430,7 +430,7 @@ def test_orders_on_another_device_or_out_of_range_are_refused_on_the_gpu() -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_act_order_model_on_the_gpu(tmp_path: Path, shared: bool) -> None:
-    """With group size 32, which the fragment layout supports, Hopper fuses norms into GEMMs; with 16 it cannot."""
+    """Logits are those of the dense twin, with norms fused into GEMMs (group size 32 on Hopper) or not (16)."""
     for group, width in ((16, 96), (32, 128)):
         config = {**llm_models.QWEN2, "intermediate_size": width}
         path = act_order_files(tmp_path / str(group), config, shared=shared, group=group)

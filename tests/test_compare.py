@@ -39,8 +39,9 @@ def test_each_part_of_the_range_has_a_number_of_rows(seed: int) -> None:
 
 
 def test_a_plain_read_reads_all_and_writes_all() -> None:
-    """Every thread writes the XOR of what it has read; all of these together must be the XOR of all words of the input.
+    """A plain read, which bounds the time of a GEMM in the comparison, must read each word of its inputs.
 
+    Every thread writes the XOR of what it has read, and all results together must be the XOR of all words of the input.
     So each word was read an odd number of times.
     """
     rng = np.random.default_rng(0)

@@ -281,7 +281,7 @@ def cpu_seconds() -> float:
 def bounded() -> Iterator[None]:
     """Assert that the body takes at most `MAX_SECONDS` and adds at most `MAX_MEMORY`.
 
-    The time on the clock is longer by the load of the machine, so the limit for it is, too.
+    On a loaded machine a call takes longer on the clock, so the load scales the limit of wall-clock time.
     """
     if sys.platform != "linux":
         yield

@@ -182,7 +182,7 @@ VIEWED = [name for name, call in CALLS.items() if not REFUSED & {name} and any(m
 @pytest.mark.parametrize("name", VIEWED)
 @pytest.mark.parametrize("kind", PRODUCERS)
 def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_libraries(name: str, kind: str) -> None:
-    """Each array argument alone, and all together, may be another library's, without another result."""
+    """Results are those of NumPy arrays, bit by bit, if one array argument, or all of them, are another library's."""
     call = CALLS[name]
     arrays = [key for key, value in {**call.arguments, **call.options}.items() if _is_array(value)]
 

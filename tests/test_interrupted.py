@@ -43,7 +43,7 @@ def test_an_error_at_each_file_operation_of_save_keeps_a_whole_checkpoint(tmp_pa
         if found in (old, new):
             seen.add("old" if found == old else "new")
             assert raised or found == new
-        else:  # moving the old files back has failed as well: then the new ones are valid
+        else:  # the roll-back has failed as well: the new files are valid, in the journal
             assert lasts
             assert describe(read(out)) == values[1]
             seen.add("journal")
@@ -58,7 +58,7 @@ def test_an_error_at_each_file_operation_of_save_keeps_a_whole_checkpoint(tmp_pa
 def test_a_kill_after_each_rename_of_save_leaves_a_checkpoint_that_the_next_save_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leaves the folder as a kill would: a failed rename whose roll back does nothing."""
+    """A kill, simulated by a failed rename without a roll-back, leaves the whole old or the whole new checkpoint."""
     write, out = make_save(tmp_path, signal.SIGKILL), tmp_path / "out"
     values = [describe(contents) for contents in two_checkpoints(tmp_path / "again")]
     roll_back = replacement._roll_back
@@ -120,7 +120,7 @@ def test_an_error_at_file_operations_of_quantize_leaves_no_model_and_can_resume(
 def test_a_signal_at_random_moments_keeps_a_whole_checkpoint(
     tmp_path: Path, name: str, signum: int, moments: int
 ) -> None:
-    """`python -m tests.tools.stress_writes` does the same at 300 moments each."""
+    """Ctrl-C or SIGKILL leaves the whole old or new checkpoint; tests/tools/stress_writes.py tries more moments."""
     counts = stress(WRITES[name](tmp_path, signum), signum, moments)
     assert sum(counts.values()) == moments
     assert moments < 60 or min(counts["old"], counts["new"]) > 0

@@ -55,7 +55,7 @@ WHOLE = -1
 
 
 def padded(problem: Problem, extra: int) -> Problem:
-    """Return the problem for arrays with ``extra`` elements between rows: what strides and alignment allow changes."""
+    """Return the problem with ``extra`` elements between rows, which change its strides, or the alignment of rows."""
     if extra == WHOLE:
         # Round rows up to 16 bytes: four words, or eight 16-bit values.
         contiguous = problem.row_strides
@@ -197,7 +197,8 @@ def check_matmul(
     if problem.adds_to_stream:
         if stream.get("positions") is not None:
             y = y[:, stream["positions"]]
-        # y is h times factors; h is what the residual add is about, so it is compared with the reference.
+        # The kernel stores the new residual stream h, which is compared with the reference below, and y, which is h
+        # times factors.
         h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
         squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)

@@ -209,7 +209,10 @@ def test_a_token_that_the_tokenizer_does_not_have_has_no_text(tmp_path: Path) ->
 
 
 def test_calibration_texts_may_hold_the_turns_of_chats(tmp_path: Path) -> None:
-    """QwenLM/Qwen3 #692: special tokens in the texts, and decomposed Unicode under a normalizer that composes it."""
+    """Calibration texts may have special tokens, and decomposed Unicode that the tokenizer composes.
+
+    Reported as QwenLM/Qwen3 #692.
+    """
     inner = llm_models.tokenizer()
     inner.normalizer = tokenizers.normalizers.NFC()
     turn = "<|im_start|>user\ncafe\u0301 \u212b {}<|im_end|>\n<|im_start|>assistant\nworld<|im_end|>\n<|end|>"
@@ -223,7 +226,10 @@ def test_calibration_texts_may_hold_the_turns_of_chats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("up", "down"), [(30.0, 1.0), (3e4, 1e-3), (30.0, 1e4)], ids=["small", "gated", "output"])
 def test_activations_beyond_float16_are_finite_or_an_error(tmp_path: Path, up: float, down: float, device: str) -> None:
-    """QwenLM/Qwen3 #761: products of the MLP near 1e6. The CPU computes in float32."""
+    """Products of the MLP near 1e6 give finite logits, or on a GPU, which computes in float16, an error.
+
+    Reported as QwenLM/Qwen3 #761.
+    """
     folder = chain_folder(tmp_path / "m", llm_models.tokenizer(), {i: (i * 7 + 1) % VOCAB for i in range(VOCAB)})
     tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
     for name, factor in {"gate": 30.0, "up": up, "down": down}.items():

@@ -43,7 +43,10 @@ def few_sms(arch: int, backend: str, sms: int) -> device.Device:
 @given(data=st.data())
 @few_examples
 def test_any_problem(backend: str, data: st.DataObject) -> None:
-    """Every group size, zeros, dtype and epilogue; M on both sides of each tile; partly empty tiles; stream-K."""
+    """Random problems are right on `gemm_mma_fragments`: every group size, form of zeros, dtype and epilogue.
+
+    M lies on both sides of each tile size, tiles may be partly empty, and few SMs make CTAs share tiles (stream-K).
+    """
     arch = data.draw(st.sampled_from(ARCHS))
     dtypes = ("float16",) if arch == 75 else ("float16", "bfloat16")
     problem = any_problem(data, [1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130], 320, 640, dtypes)

@@ -100,7 +100,7 @@ def test_the_message_names_the_array_and_touching_arrays_do_not_overlap() -> Non
 
 
 def test_an_array_has_shared_elements_if_its_strides_say_so() -> None:
-    """`has_shared_elements` never says False wrongly, and says True for no view that indexing can make.
+    """`shares_elements` never says False wrongly, and says True for no view that indexing can make.
 
     It is compared with the addresses of all elements, for many strides.
     """

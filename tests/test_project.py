@@ -193,7 +193,7 @@ def kernels_below(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("folder", KERNEL_FOLDERS)
 def test_kernels_of_an_operation_import_no_others(folder: str) -> None:
-    """Modules of kernels import from their own folder and the modules beside it, except what FOREIGN allows."""
+    """A folder of kernels imports from no other folder of kernels, except as FOREIGN allows."""
     wrong = []
     for path in kernels_below(folder):
         for name in imported(path):

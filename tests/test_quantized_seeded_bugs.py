@@ -236,7 +236,7 @@ SEEDS = {
 
 
 def check(file: str, landing: str) -> None:
-    """Check the kernels whose sources include ``file``, on problems small enough for the simulator.
+    """Check the kernels whose sources include ``file`` on small problems that have the edges which the bugs need.
 
     A suffix of ``file`` selects a form of the kernel, as the module's docstring says.
     """

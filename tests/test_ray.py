@@ -108,7 +108,7 @@ def test_requests_are_answered_though_a_replica_dies() -> None:
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         request = urllib.request.Request(url, json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
-        for _ in range(20):  # as clients retry: the request that the killed replica was running is lost
+        for _ in range(20):  # the request that the killed replica was running is lost, so retry as clients do
             try:
                 with urllib.request.urlopen(request, timeout=60) as reply:
                     return str(json.load(reply)["choices"][0]["message"]["content"])

@@ -96,7 +96,7 @@ def make_model(decoder: Decoder, index: int) -> Model:
 
 @contextmanager
 def without(ops: CudaOps, part: str | None) -> Iterator[None]:
-    """Skip the launches of one of PARTS in the context, to see what time this part takes; None skips nothing."""
+    """Skip the launches of one of PARTS within the context, to measure the time that it takes; None skips nothing."""
 
     def run(plan: LaunchPlan, **buffers: Array | None) -> None:
         if part is None or part_of(plan, ops.config) != part:

@@ -163,7 +163,7 @@ class Times:
         return np.concatenate([self.estimates(model, present(model)) for model in self.parts])
 
     def errors(self, estimates: np.ndarray) -> np.ndarray:
-        """Return the weighted error of each row: log(estimate / time) minus its mean over the problem."""
+        """Return the weighted errors: log(estimate / time) minus its mean over the problem, times sqrt(weight)."""
         logarithms = np.log(estimates / self.us)
         means = np.bincount(self.ids, self.weights * logarithms) / np.bincount(self.ids, self.weights)
         return np.sqrt(self.weights) * (logarithms - means[self.ids])

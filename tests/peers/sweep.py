@@ -7,14 +7,15 @@
     python -m tests.peers.fit sweep.jsonl --models wgmma-16 wgmma-32 wgmma-64 wgmma
 
 Each line of the file is one configuration: op, device, problem, family, config, us (measured), estimate_us (cost
-model). Files of several GPUs may be joined. The table that follows has, by GPU and M, the mean and the largest time of
-first choices over that of the fastest configuration, the mean by its duration, and modelled over measured times.
+model). Files of several GPUs may be joined; they hold whole problems only. The script also prints a table by GPU and M:
+the time of the first choice relative to that of the fastest configuration (mean, largest, and mean by the latter's
+duration), and its modelled over its measured time.
+
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
 images, and their M counts pixels. Weights, and x of a W4A16 GEMM, rotate over copies of more than 170 MB in total, so
-that they come from HBM; small weights of a convolution over 24 copies. The CUDA graphs of all configurations of a
-problem, of about 240 us each, are replayed round-robin, as interleave.py does, so that each runs at the clock that the
-power of all permits. Kernels are compiled by a process per core but one while others are timed. The file holds whole
-problems only.
+that they come from HBM; small weights of a convolution over 24 copies. The configurations of a problem are captured in
+CUDA graphs of about 240 us each, which are replayed round-robin, so that all run at the same clock in spite of the
+power limit (interleave.py). All CPU cores but one compile kernels of later problems meanwhile.
 """
 
 from __future__ import annotations

