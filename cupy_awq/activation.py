@@ -65,7 +65,7 @@ ACTIVATIONS = {
     **{name: Activation(name) for name in FUNCTIONS},
     "swiglu": Activation("silu", gated=True),
 }
-"""The activations by the name that users pass."""
+"""The activations that users can name, such as "swiglu"."""
 
 
 def enumerator(kind: str | None) -> str:

@@ -119,7 +119,7 @@ class BlockQuantizedWeight:
             return None
         xp = namespace(self.scale)
         scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
-        with np.errstate(all="ignore"):  # scales and offsets that are not finite give None without a warning
+        with np.errstate(all="ignore"):  # no warning: scales and offsets that are not finite give None
             quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
             quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
             zero_points = quotient.astype(np.int8)
@@ -133,7 +133,7 @@ class BlockQuantizedWeight:
         with np.errstate(over="ignore"):
             if bool((self.scale.astype(np.float16) == self.scale).all()):
                 return "float16"
-        # The upper half of a float32 is a bfloat16.
+        # A float32 is exactly a bfloat16 if its lower 16 bits are 0.
         return "bfloat16" if bool((self.scale.view(np.uint16)[..., ::2] == 0).all()) else "float32"
 
     @cached_property

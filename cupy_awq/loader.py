@@ -53,7 +53,7 @@ class Checkpoint(Mapping[str, AwqLinear]):
         if name not in self._placed:
             # If two threads create the same object, both return the one that was stored first.
             self._placed.setdefault(name, self._place(name))
-        item: AwqLinear = self._placed[name]  # or an array
+        item: AwqLinear = self._placed[name]  # an array for a plain tensor, though not for type checkers
         return item
 
     def _place(self, name: str) -> AwqLinear | Array:

@@ -28,7 +28,7 @@ def shares_elements(a: Any) -> bool:
     """
     if a.flags.c_contiguous or 0 in a.shape:
         return False
-    extent = a.dtype.itemsize  # in bytes: of one element, then of all axes with smaller strides
+    extent = a.dtype.itemsize  # the bytes of one element, then of all elements along the axes so far
     for stride, size in sorted((abs(stride), size) for stride, size in zip(a.strides, a.shape, strict=True)):
         if size > 1 and stride < extent:
             return True
@@ -54,5 +54,5 @@ def validate_disjoint(out: Any, **inputs: Any) -> None:
 def _extent(a: Any) -> tuple[int, int]:
     """Return the addresses at which the memory of an array begins and ends."""
     address = a.__array_interface__["data"][0] if isinstance(a, np.ndarray) else a.data.ptr
-    low, high = (0, a.nbytes) if a.flags.c_contiguous else byte_span(a)  # skips `byte_span`: 3 us
+    low, high = (0, a.nbytes) if a.flags.c_contiguous else byte_span(a)  # `byte_span` takes 3 us
     return address + low, address + high

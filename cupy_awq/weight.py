@@ -53,7 +53,7 @@ class PackedWeight:
 
     def __init__(self, qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None, /) -> None:
         spec = check.validate_weight(qweight, scales, qzeros)
-        assign = object.__setattr__  # the dataclass is frozen
+        assign = object.__setattr__  # the dataclass is frozen, but must set its own fields
         assign(self, "qweight", qweight)
         assign(self, "scales", scales)
         assign(self, "qzeros", qzeros)

@@ -61,7 +61,7 @@ def _read_folder(folder: Path, group_size: int | None) -> Contents:
 
 
 def _read_file(file: Path, group_size: int | None) -> Contents:
-    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+    if file.exists() and not file.is_file():  # refuse a pipe: opening it would wait for its writer
         raise CheckpointError(f"{file}: expected a folder or a regular file, got neither")
     with open(file, "rb") as opened:
         begin = opened.read(64)

@@ -31,7 +31,7 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 """The supported numbers of bits per code. A code of 3, 5 or 6 bits may lie in two words."""
 
 CHUNK = 1 << 18
-"""The number of codes that are converted to dense values at a time."""
+"""The number of codes that are converted to dense values at a time, which bounds the memory for copies."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
         values *= scales[rows, :, None].astype(np.float64)
         values += biases[rows, :, None].astype(np.float64)
-        with np.errstate(over="ignore"):  # values beyond the range become infinite
+        with np.errstate(over="ignore"):  # no warning: values beyond the dtype's range become infinite
             dense[rows] = round_once(values, scales.dtype)
     return Tensor(dense.reshape(n, k), tensors.file)
 
@@ -129,7 +129,7 @@ def _unpack(words: Array, bits: int) -> Array:
     if 32 % bits == 0:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
         return ((words[:, :, None] >> shifts) & np.uint32(2**bits - 1)).reshape(len(words), -1)
-    cycles = words.reshape(len(words), -1, bits).astype(np.uint64)  # 32 codes in ``bits`` words
+    cycles = words.reshape(len(words), -1, bits).astype(np.uint64)  # each ``bits`` words hold 32 codes
     starts = np.arange(32) * bits
     first = starts // 32
     pairs = cycles[..., first] | cycles[..., np.minimum(first + 1, bits - 1)] << np.uint64(32)

@@ -136,7 +136,7 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     """
     n, *rest = words.shape
     columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
-    axes = len(rest), *range(len(rest))  # as numpy.moveaxis(target, -1, 0), which is slow for small arrays
+    axes = len(rest), *range(len(rest))  # the axes of numpy.moveaxis(target, -1, 0), which is slow for small arrays
     transpose([columns[:, p] for p in PACK_ORDER], [target.transpose(axes) for target in targets])
 
 

@@ -160,7 +160,7 @@ def read_rules(table: Any, key: str, where: str, *, has_names: bool, names: Iter
         literal = read_literal(text)
         if literal is None:
             patterns.append((text, values))
-        else:  # looked up by name, which is fast: `save` writes one for each dense module
+        else:  # a single name is looked up, not matched: `save` writes one for each dense module
             literals.setdefault(literal, (len(patterns), values))
     try:
         compiled = Patterns([text for text, _ in patterns], names)

@@ -234,7 +234,7 @@ MemoryBoundT = TypeVar("MemoryBoundT", bound=MemoryBoundProblem)
 
 
 def sole_configs(problem: KernelProblem, device: Device) -> Sequence[SoleConfig]:
-    """Return the only configuration."""
+    """Return `SoleConfig` as the only configuration of every problem."""
     return (SoleConfig(),)
 
 

@@ -56,7 +56,7 @@ class PromptAnswerer:
         return {**batch, "answer": self.answers(batch["prompt"])}
 
     def answers(self, prompts: Iterable[Any]) -> npt.NDArray[np.object_]:
-        """Return the answer to each prompt, in JSON."""
+        """Return the answer to each prompt, a JSON object as text; see `__call__`."""
         found = answer_all(self._engine, prompts, **self._options)
         return np.array([json.dumps(answer) for answer in found], object)
 

@@ -139,7 +139,7 @@ def _conv2d_on_gpu(
             )
             problem = given.without_stride()
             if tensor_core_refusal(problem, gpu):
-                # Tensor-core kernels may support a contiguous NHWC copy of x.
+                # Where no tensor-core kernel takes x as it is, one may take a contiguous NHWC copy.
                 channels = -(-shape.channels // VECTOR_CHANNELS) * VECTOR_CHANNELS
                 strides = shape.height * shape.width * channels, shape.width * channels, channels, 1
                 copied = replace(given, strides=strides, aligned=True).without_stride()

@@ -91,7 +91,7 @@ class PackedExperts:
             qweight = scales = qzeros = None
         values = qweight, scales, qzeros, bias, repacked, spec, form
         for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)  # how a frozen dataclass sets its own fields
+            object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     @property
     def shape(self) -> tuple[int, int, int]:

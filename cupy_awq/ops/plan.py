@@ -284,7 +284,7 @@ def _synchronize() -> bool:
     try:
         if stream.is_capturing():
             return False
-    except cupy.cuda.runtime.CUDARuntimeError:  # This is the default stream, and a blocking stream is being captured.
+    except cupy.cuda.runtime.CUDARuntimeError:  # this is the default stream, and a blocking stream is being captured
         return False
     stream.synchronize()
     return True

@@ -252,7 +252,7 @@ def run_gemm(
     with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
-        # A gather reads rows of any alignment.
+        # A gather before the GEMM reads rows of any alignment, unlike the GEMM itself.
         is_readable = arrays.has_readable_rows(x) if order is None else arrays.row_stride(x) is not None
         source = x if is_readable else cupy.array(x, order="C")
         added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")

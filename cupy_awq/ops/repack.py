@@ -21,8 +21,8 @@ class RepackedWeight(PackedWeight):
 
     Attributes:
         repacked: weight in the fragment layout (`FragmentLayout`), as a uint8 array.
-        scale_exponent: the field of `Problem` with this name.
-        wide_scales: the field of `Problem` with this name.
+        scale_exponent: exponent such that every scale times 2**scale_exponent is at most 64.
+        wide_scales: whether some scale times 2**scale_exponent would lose bits in float16.
     """
 
     __slots__ = ("repacked", "scale_exponent", "wide_scales")
@@ -49,7 +49,7 @@ class RepackedWeight(PackedWeight):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """The field of `Problem` with this name."""
+        """The names of the layouts in which the weight is available, as for `Problem.layouts`."""
         return (AWQ, FRAGMENTS) if self.has_original else (FRAGMENTS,)
 
     def without_original(self) -> RepackedWeight:

@@ -93,7 +93,7 @@ def _host_view(a: Any, name: str) -> Any:
         if name == "out" and not view.flags.writeable:
             a.__dlpack__()  # This call fails for read-only memory, which DLPack before version 1 cannot express.
             view = np.asarray(_Writable(view))
-    except Exception as error:  # Another library may raise any exception.
+    except Exception as error:  # foreign code may raise any exception
         raise TypeError(f"{name}: expected an array that NumPy can view, got {type(a).__name__}: {error}") from error
     return view.view(BFLOAT16) if bits.is_bfloat16 else view
 

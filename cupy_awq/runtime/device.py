@@ -155,7 +155,7 @@ class Device:
 ARCHITECTURES = (60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 """The architectures (10 * compute capability) of NVIDIA's GPUs since Pascal."""
 TYPICAL = "p100 gtx-1080 v100 xavier t4 a100-80gb rtx-3090 agx-orin rtx-4090 h100 b200 thor rtx-5090 gb10".split()
-"""The GPUs that stand for their architectures, one each."""
+"""The names of the GPUs that stand for all of their architecture, one each."""
 
 
 def _device(gpu: rates.Gpu) -> Device:

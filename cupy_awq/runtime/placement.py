@@ -36,7 +36,7 @@ def resolve(device: Any = None) -> int:
     >>> resolve("cpu")
     -1
     """
-    index = getattr(device, "id", device)  # A cupy.cuda.Device has the attribute `id`.
+    index = getattr(device, "id", device)  # an ordinal, or a cupy.cuda.Device with the attribute `id`
     if isinstance(device, str):
         if device == "cpu":
             return HOST

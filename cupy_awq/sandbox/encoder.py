@@ -59,7 +59,7 @@ class TokenFinder:
 
 
 class Encoder:
-    """Texts to token ids and back.
+    """A tokenizer without state that changes: it converts texts to token ids and back.
 
     Args:
         inner: the ``tokenizers.Tokenizer``.

@@ -34,7 +34,7 @@ MEMORY_LIMIT = 400 << 20
 """The largest address space in bytes of a call, however long its request."""
 
 CPU_SECONDS = 1.0
-"""The CPU time of a call in seconds."""
+"""The CPU time that a call may take, in seconds, plus that for the size of its request."""
 
 BYTES_PER_SECOND = 1 << 23
 """The bytes of a request that add one second to its limits of time."""
@@ -49,7 +49,7 @@ START_SECONDS = 60
 """The time in seconds in which a worker must have started."""
 
 REPLY_BYTES = 1 << 28
-"""The largest reply in bytes."""
+"""The size in bytes above which a reply is refused."""
 
 ENVIRONMENT = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")
 """The environment variables that a worker inherits. Others, which can contain secrets, stay out of it."""
@@ -120,7 +120,7 @@ class Worker:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # a part of a request was never read
+                    with contextlib.suppress(OSError):  # closing fails if a part of a request was never read
                         pipe.close()
 
     def __del__(self) -> None:

@@ -436,7 +436,7 @@ def _explain_problem(args: argparse.Namespace, op: str, cases: list[tuple[int, i
 
 
 def _print_explained(args: argparse.Namespace, problems: Sequence[tuple[Any, Device]], texts: Sequence[str]) -> int:
-    """Print the texts, or their tables and the lines below them as JSON."""
+    """Print the texts of `explain` or, with ``--json``, their tables and the lines below these."""
     from cupy_awq.kernels import select
 
     found = []

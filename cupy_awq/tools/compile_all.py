@@ -44,7 +44,7 @@ def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
     gpu = device.nominal(arch)
     found = [*_awq_layout(gpu), *_common(gpu)]
     if FRAGMENTS in _layouts(gpu) and gpu.has(*gemm_sm90.GEMM_SM90.needs):
-        for table in sorted(tuned.SHIPPED.glob("*.json")):  # one table per GPU that has tuned configurations
+        for table in sorted(tuned.SHIPPED.glob("*.json")):  # each GPU model with tuned configurations
             found += _hopper_fragments(replace(gpu, name=table.stem))
     elif FRAGMENTS in _layouts(gpu):
         found += _fragment_layout(gpu)

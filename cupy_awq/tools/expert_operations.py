@@ -104,7 +104,7 @@ class Moe:
 
 
 def random_rows(m: int, k: int, settings: Settings) -> Array:
-    """Return x [m, k] on the CPU."""
+    """Return random x [m, k] in the dtype of the settings, on the CPU."""
     return testing.random_activations(np.random.default_rng(m), m, k, dtype=DTYPES[settings.dtype])
 
 

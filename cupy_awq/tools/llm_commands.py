@@ -336,7 +336,7 @@ def _load(path: str, place: Any) -> LanguageModel:
         return llm.load(path, device=place, progress=show_bar if has_bar else None)
     except BaseException:
         if has_bar:
-            erase_bar()  # otherwise the error would begin after the bar, in the same line
+            erase_bar()  # the error starts on a line of its own, not after the bar
         raise
 
 

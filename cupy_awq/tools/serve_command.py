@@ -19,7 +19,7 @@ Needs the extra "serve":
 pip install "cupy-awq[serve]". A server for other machines (--host) needs a key, also from CUPY_AWQ_API_KEY."""
 
 KEY_VARIABLE = "CUPY_AWQ_API_KEY"
-"""The environment variable with an API key."""
+"""The environment variable with the API key that clients must send."""
 
 SWITCH_SECONDS = 5e-4
 """The time after which Python lets another thread run: with its default of 5 ms, replies would delay the next step."""

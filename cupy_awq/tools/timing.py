@@ -60,7 +60,7 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
     stream = _stream(device.id)
     with stream:
         for call in calls:
-            call()  # the first call compiles kernels and allocates memory
+            call()  # before the capture: the first call compiles kernels and allocates memory
         begin = stream.record()
         for call in calls:
             call()

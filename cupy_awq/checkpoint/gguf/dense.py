@@ -23,7 +23,7 @@ Bytes = npt.NDArray[Any]
 """An array of quantization blocks, uint8 [rows, blocks per row, bytes per block], or of unpacked codes, uint8."""
 
 CHUNK = 1 << 17
-"""The number of values that are converted at a time."""
+"""The number of values that are converted at a time, which bounds the memory for float32 copies."""
 
 PLAIN: dict[str, np.dtype[Any]] = {
     "F16": FLOAT16,
@@ -49,7 +49,7 @@ def read_values(block: Blocks, where: str, dtype: np.dtype[Any] = FLOAT16) -> Ar
     step = max(1, CHUNK // columns)
 
     def run(start: int, stop: int) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # a damaged file can have scales of infinity or NaN
+        with np.errstate(over="ignore", invalid="ignore"):  # no warning: a damaged file has any scales
             for first in range(start, stop, step):
                 chunk = block.data[first : min(first + step, stop)]
                 out[first : first + len(chunk)] = convert(chunk).reshape(len(chunk), columns)
@@ -125,7 +125,8 @@ def _dequantize_q8_0(blocks: Bytes) -> Array:
 
 def unpack_scales(blocks: Bytes) -> tuple[Array, Array]:
     """Return the 6-bit scales sc and minima m of Q4_K or Q5_K super-blocks [..., bytes], each as float32 [8, ...]."""
-    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # NumPy vectorizes along the last, long axis
+    # the long axis last: NumPy vectorizes along it
+    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))
     low, mid, high = packed[:4], packed[4:8], packed[8:]
     sc, m = (np.empty((8, *packed.shape[1:]), np.float32) for _ in range(2))
     sc[:4], m[:4] = low & 63, mid & 63

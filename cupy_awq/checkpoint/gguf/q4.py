@@ -42,7 +42,7 @@ LARGEST_SAFE = int(np.float16(65504 / 63).view(np.uint16)) - 1
 """The bits of the largest float16 value (1039) whose products with all 6-bit numbers are at most 65504."""
 
 CHUNK_BLOCKS = 1 << 14
-"""The number of super-blocks whose scales are computed at a time."""
+"""The number of super-blocks whose scales are computed at a time, which bounds the memory for copies."""
 
 
 def open_module(block: Blocks, where: str, bias: Array | None = None) -> Pending:
@@ -163,7 +163,8 @@ def _convert_scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
     """Return d * sc and -dmin * m of super-blocks, uint8 [n, blocks, 144], as two float16 [8 groups, n, blocks]."""
     header = _read_header(blocks).view(np.float16).astype(np.float32)
     sc, m = unpack_scales(blocks)
-    with np.errstate(over="ignore", invalid="ignore"):  # `_convert_q4_k` raises the error for infinity and NaN
+    # no warning: `_convert_q4_k` raises the error for infinity and NaN
+    with np.errstate(over="ignore", invalid="ignore"):
         sc *= header[..., 0]
         m *= -header[..., 1]
         return sc.astype(np.float16), m.astype(np.float16)

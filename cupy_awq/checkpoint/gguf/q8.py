@@ -39,7 +39,7 @@ def read_weight(block: Blocks, where: str) -> BlockQuantizedWeight:
     block_bytes, values, convert = CONVERTERS[block.kind]
     codes, scales = np.empty((n, k), np.uint8), np.empty((n, k // values), np.float16)
     step = max(1, CHUNK // k)
-    with np.errstate(over="ignore", invalid="ignore"):  # non-finite scales raise an error below
+    with np.errstate(over="ignore", invalid="ignore"):  # no warning: scales that are not finite raise an error below
         for start in range(0, n, step):
             rows = slice(start, start + step)
             part = np.ascontiguousarray(block.data[rows])

@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 VERSION, ALIGNMENT = 3, 32
 
 CHUNK_COLUMNS = 256
-"""The number of columns of W that are packed into blocks at a time."""
+"""The number of columns of W that are packed into blocks at a time, which bounds the memory for copies."""
 
 KINDS = {name: (kind, values, size) for kind, (name, values, size) in TYPES.items()}
 """(type number, values per block, bytes per block) for each GGML type name."""
@@ -251,7 +251,7 @@ def _compute_offsets(module: Module, scales: Array, where: str) -> Array:
     zeros: Any = module.weight.qzeros
     if module.weight.spec.zeros == "float":
         return _to_float16(zeros, f"{where}: offsets")
-    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: 11 + 4 significant bits
+    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: a scale has 11 significant bits, a zero point 4
     return _to_float16(products, f"{where}: products of scale and zero point")
 
 

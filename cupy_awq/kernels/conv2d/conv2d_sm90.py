@@ -40,7 +40,7 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "conv2d_sm90"
 MIN_CHANNELS = 16
-"""The smallest number of input channels."""
+"""The smallest number of input channels that the kernel takes: one k16 step of wgmma."""
 PIXELS = (32, 56, 64, 112, 128)
 """The numbers of output pixels per warpgroup (wgmma's N) to try if the kernel dequantizes codes."""
 CLUSTERS = (1, 2, 4, 8)
@@ -288,7 +288,7 @@ def _forms(outputs: int, pixels: int, is_full: bool) -> Iterator[tuple[int, int,
     """
     for (warpgroups, ctas_per_sm), (fewest, most) in FORMS.items():
         wg_co, wg_px = _two_warpgroups(outputs) if warpgroups == 2 else (warpgroups, 1)
-        # The stored weight has an even number of 64-output tiles, or one.
+        # CTA tiles must lie within the stored weight, which has one 64-output tile or an even number of them.
         is_stored = ceil_div(outputs, wg_co * TILE_CO) * wg_co <= co_tiles(outputs)
         if fewest <= pixels <= most and is_stored and (warpgroups < 4 or is_full):
             yield wg_co, wg_px, ctas_per_sm

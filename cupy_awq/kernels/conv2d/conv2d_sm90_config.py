@@ -205,7 +205,7 @@ class Conv2dSm90Config:
         return images, height, width
 
     def co_blocks(self, problem: Convolution) -> int:
-        """Return the number of CTA tiles along the output channels; with codes, they cover the stored weight."""
+        """Return the number of CTA tiles along the output channels; codes are stored for whole tiles only."""
         outputs = problem.sizes.outputs
         return ceil_div(outputs, self.wg_co * TILE_CO) if self.dense else co_tiles(outputs) // self.wg_co
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``begin_step``: the tokens, positions and work list of a decode step on a paged KV cache."""
+"""``begin_step``: the tokens, the positions and the work list of attention for a decode step on a paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "begin_step"
 ROW_FIELDS = 5
 """The number of integers that the host passes for each row."""
 MAX_ROWS = 1024
-"""The largest number of rows of a step."""
+"""The largest number of rows of a step: the kernel has one CTA, with a thread per row."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cupy_awq.runtime.launch_plan import TensorMap
 POWER_LIMITED_FRACTION = 0.927
 """The fraction of the peak throughput at which an H100 or H200 reaches the power limit of 700 W."""
 ROUNDED_MIN_M = 33
-"""The smallest M for rounded products of weights and scales, as fewer rows promise the bits of unrounded weights."""
+"""The smallest M for which weights may be rounded after scaling; with fewer rows, y has the bits of exact weights."""
 MAX_FUSED_ROWS = 32
 """The largest M of a GEMM with a `Fusion`; at M = 32 fusion saves only 1% of a decoder layer's time on an H100."""
 

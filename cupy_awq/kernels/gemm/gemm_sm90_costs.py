@@ -252,7 +252,7 @@ def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
 
 
 def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
-    """Return the modelled run time of the mma kernel."""
+    """Return the modelled run time of the mma kernel by `MmaCosts`, and its parts."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
     _, mine = _k_tiles(config, problem)
     stream = device.read_us(problem.weight_bytes)
@@ -290,7 +290,7 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
 
 
 def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
-    """Return the modelled run time of the batch-invariant mma kernel."""
+    """Return the modelled run time of the batch-invariant mma kernel by `MmaInvariantCosts`, and its parts."""
     costs, at, clock = MMA_INVARIANT_COSTS, Occupancy.of(config, problem, device), device.rates.clock_mhz
     k_tiles, mine = _k_tiles(config, problem)
     warps = at.concurrent * config.consumers * config.consumer_warps
@@ -316,7 +316,7 @@ def wgmma_costs(m: int) -> WgmmaCosts:
 
 
 def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
-    """Return the modelled run time of the wgmma kernel."""
+    """Return the modelled run time of the wgmma kernel by `WgmmaCosts`, and its parts."""
     costs, at, clock = wgmma_costs(problem.m), Occupancy.of(config, problem, device), device.rates.clock_mhz
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n

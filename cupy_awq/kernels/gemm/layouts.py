@@ -229,4 +229,4 @@ class FragmentLayout(WeightLayout):
 
 
 LAYOUTS: dict[str, type[WeightLayout]] = {AWQ: AwqLayout, FRAGMENTS: FragmentLayout}
-"""All layouts, by name."""
+"""The layouts of a weight that kernels read, by name."""

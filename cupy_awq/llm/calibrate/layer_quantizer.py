@@ -229,7 +229,7 @@ def _output_error(
 def _sum_squares(a: Array) -> float:
     """Return the sum of all squared elements of an array, added up in float64."""
     columns = np.square(a.reshape(-1, a.shape[-1])).sum(axis=0, dtype=np.float64)
-    return float(to_host(columns).sum())  # CuPy compiles a sum of all elements for several seconds
+    return float(to_host(columns).sum())  # CuPy takes seconds to compile a sum over all axes
 
 
 def _run(ops: NumpyOps, operations: Sequence[Operation], h: Array, cache: Cache) -> Array:

@@ -282,7 +282,7 @@ def _attend(q: Array, k: Array, v: Array) -> tuple[Array, Callable[[Array], tupl
     xp = namespace(q)
     kv_heads, s, head_dim = k.shape
     root = np.float32(head_dim**-0.5)
-    grouped = q.reshape(kv_heads, -1, head_dim)  # the query heads that share a key head
+    grouped = q.reshape(kv_heads, -1, head_dim)  # a separate axis for the query heads that share a key head
     p = grouped @ k.swapaxes(1, 2)
     p *= root
     p.reshape(-1, s, s)[:, xp.arange(s) > xp.arange(s)[:, None]] = -np.inf

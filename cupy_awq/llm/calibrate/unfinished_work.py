@@ -137,13 +137,13 @@ def open_work(folder: Path, settings: Settings, *, resume: bool) -> Iterator[Unf
             _delete(folder, _is_own)
     finally:
         if not (folder / SETTINGS).is_file():
-            with contextlib.suppress(OSError):  # a file that somebody else has written meanwhile stays
+            with contextlib.suppress(OSError):  # keep the folder if another file has appeared in it
                 (folder / LOCK).unlink()
                 folder.rmdir()
 
 
 def _create(folder: Path, settings: Settings) -> None:
-    """Create the folder with its settings in one step."""
+    """Create the folder with its settings by one rename, so that a kill leaves no folder without settings."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = atomic.name_aside(folder)
     part.mkdir(0o700)

@@ -69,7 +69,7 @@ class TensorEntry(NamedTuple):
 
 
 def _entries(decoder: Decoder) -> Iterator[QuantizedEntry | TensorEntry]:
-    """Yield all entries of the body in file order."""
+    """Yield the entries of the body in file order: by kind, then by layer."""
 
     def all_layers(
         select: Callable[[LayerSpec], LinearSpec | NormSpec | None],
@@ -257,7 +257,7 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
             " compressed-tensors and gguf hold several"
         )
     zeros = weight.qzeros
-    if zeros is None:  # symmetric quantization: every zero point is 8
+    if zeros is None:  # a symmetric weight stores none: every zero point is 8
         zeros = pack_int4(np.full((entry.linear.k // group_size, entry.linear.n), 8, np.uint8))
     scales = _float16(weight.scales, entry.name)
     if (scales.astype(weight.scales.dtype) != weight.scales).any():

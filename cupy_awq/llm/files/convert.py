@@ -172,7 +172,7 @@ def _check_result(result: Path, *, target: Path, path: Path, contents: Contents)
     try:
         read(path).load_tokenizer()
     except ValueError:
-        return  # not a language model that this package can run
+        return  # this package cannot run such a model, so it has no reader to ask
     _open(result, target, lambda file: read(file).load_tokenizer())
 
 

@@ -114,7 +114,7 @@ def _describe(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Deco
     divisors: tuple[float, ...] = ()
     if "rope_freqs.weight" in blocks:
         divisors = tuple(read_values(blocks["rope_freqs.weight"], "rope_freqs.weight").ravel().tolist())
-    values["num_hidden_layers"] -= values.get("num_nextn_predict_layers", 0)  # GGUF counts these layers too
+    values["num_hidden_layers"] -= values.get("num_nextn_predict_layers", 0)  # in GGUF, these layers count too
     values |= {
         "partial_rotary_factor": get("rope.dimension_count", (int,), head_dim) / head_dim,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in blocks,

@@ -97,11 +97,11 @@ class ModelFiles:
             value = self._read(name)
         if isinstance(value, Module):
             raise CheckpointError(f"{self.path}: {name}: expected a plain tensor, got a quantized layer")
-        if shape == (1, *value.shape):  # GGUF has a vector for a matrix of one row
+        if shape == (1, *value.shape):  # GGUF stores a matrix of one row as a vector
             value = value[None]
         if value.shape != shape:
             raise CheckpointError(f"{self.path}: {name}: expected shape {shape}, got {value.shape}")
-        if value.dtype.kind not in "fV":  # bfloat16 has kind V
+        if value.dtype.kind not in "fV":  # NumPy's kinds of floats; bfloat16 has kind V
             raise CheckpointError(f"{self.path}: {name}: expected a float dtype, got {value.dtype}")
         if value.ndim == 1:
             self._check_finite(value, name)

@@ -50,7 +50,7 @@ def is_ak48(file: Path) -> bool:
 
     Raises CheckpointError for what Git LFS has in place of a file.
     """
-    if not file.is_file():  # opening a pipe would wait for its writer
+    if not file.is_file():  # refuse a pipe: opening it would wait for its writer
         return False
     with open(file, "rb") as opened:
         begin = opened.read(64)

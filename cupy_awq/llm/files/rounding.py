@@ -50,7 +50,7 @@ RANGES = (1.0, 0.95, 1.05, 0.9, 1.1)
 """The factors that `refit` tries on the range of a group: a narrower range clips weights, but has finer steps."""
 
 BLOCK = 1 << 22
-"""The number of weights that are dense at a time in each thread."""
+"""The number of weights that each thread dequantizes at a time, which bounds the memory for dense values."""
 
 
 class Rounder:

@@ -24,7 +24,7 @@ MAX_OUTPUT_CHARACTERS = 1 << 18
 """The largest length of the output in characters, to which four times the conversation's length is added."""
 
 RESERVED = ("messages", "add_generation_prompt")
-"""The template's variables that its user cannot set."""
+"""The template's variables that its user cannot set, because `render` does."""
 
 Message = Mapping[str, Any]
 """A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user", "assistant" and
@@ -94,7 +94,7 @@ def prepare() -> None:
     """Start the worker process and import jinja2 there, without waiting for it."""
 
     def start() -> None:
-        with contextlib.suppress(worker.LimitError, worker.ProgramError):  # a later call raises the same error
+        with contextlib.suppress(worker.LimitError, worker.ProgramError):  # no error here: the next call raises it
             worker.shared().call("render", template="", variables={}, max_characters=0)
 
     threading.Thread(target=start, daemon=True).start()
@@ -125,7 +125,7 @@ def render(
             f"{where}: chat template: expected at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(template)}"
         )
     if importlib.util.find_spec("jinja2") is None:
-        import_extra("jinja2")  # which raises the error
+        import_extra("jinja2")  # raises the ValueError that says what to install
     characters = sum(map(_count_characters, [*messages, arguments]))
     if characters > MAX_CHARACTERS:
         raise ValueError(f"prompt: expected at most {MAX_CHARACTERS} characters, got {characters}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids to text, at once or token by token, and stop strings."""
+"""Conversion of token ids to text, at once or token by token, and search for stop strings in it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TokenDecoder:
         return self._to_bytes is not None
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes of a token."""
+        """Return the bytes of a token; those of a special or unknown token are empty."""
         found = self._known.get(token)
         if found is None:
             text = None if token in self._special else self._token(token)
@@ -94,7 +94,7 @@ def _read_decoder(decoder: Any) -> tuple[Callable[[str], bytes] | None, int]:
 def _from_byte_level(token: str) -> bytes:
     try:
         return bytes(BYTES[character] for character in token)
-    except KeyError:  # an added token has characters that stand for no byte
+    except KeyError:  # an added token is plain text, whose characters need not stand for bytes
         return token.encode("utf-8", "replace")
 
 
@@ -186,7 +186,8 @@ class Detokenizer:
         self._stream = stream
         self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._held = ""
-        self._begun: list[tuple[int, int, int]] = []  # (characters, range of stop strings) of each possible start
+        # for each place where a stop string may begin: the number of matched characters, and the range of stop strings
+        self._begun: list[tuple[int, int, int]] = []
         self.stopped = False
 
     def step(self, token: int) -> str:
@@ -198,7 +199,7 @@ class Detokenizer:
                 low, high = self._stop.narrow(low, high, depth, text[at])
                 if low == high:
                     continue
-                if len(texts[low]) == depth + 1:  # a stop string is complete; the first to begin counts
+                if len(texts[low]) == depth + 1:  # complete; of several stop strings, the first to begin counts
                     self.stopped, self._held = True, ""
                     return text[: at - depth]
                 begun.append((depth + 1, low, high))

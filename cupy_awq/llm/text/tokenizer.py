@@ -120,7 +120,8 @@ class Tokenizer:
         with guarded(where):
             text = data.decode("utf-8")
             is_known = pipeline.is_known(table)
-            table = {name: table.get(name) for name in ("normalizer", "pre_tokenizer")}  # frees the vocabulary
+            # other parts, such as the vocabulary, are freed
+            table = {name: table.get(name) for name in ("normalizer", "pre_tokenizer")}
             inner = encoder.build(text, table, added) if is_known else RemoteEncoder(text, added)
             return cls(inner, template, special, where=where, template_where=template_where)
 
@@ -166,7 +167,7 @@ class Tokenizer:
         return ids
 
     def _call(self, method: Callable[..., _Result], *args: Any) -> _Result:
-        """Return the result of a method of the encoder."""
+        """Return the result of a method of the encoder; an error of the encoder becomes a CheckpointError."""
         with guarded(self._where):
             return method(*args)
 
