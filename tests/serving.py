@@ -85,7 +85,7 @@ class Running:
 
 
 def leave(server: Running, body: dict[str, Any], seconds: float, path: str = "/v1/completions") -> None:
-    """Send a request and reset the connection after a time."""
+    """Send a request and reset the connection after a time, like a client that dies."""
     data = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
     with server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -283,7 +283,7 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
     def forward(ops: Any, count: int) -> np.ndarray:
         enter, leave = ops.make_projection(gate_up, gated=True), ops.make_projection(down)
         operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first]
-        operations.append(Project(lambda x: x))  # a linear layer that has no activation order
+        operations.append(Project(lambda x: x))  # its weight has no activation order
         return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
 
     for count in (5, 8):

@@ -147,7 +147,7 @@ def test_a_target_that_cannot_be_written_is_an_error_of_one_line(
     converted = tmp_path / ("file.ak48" if name == "file" else f"{name}/m.ak48")
     commands = [["convert", str(model), str(converted)]]
     (tmp_path / "file.ak48").mkdir()
-    if name != "no/folder":  # `quantize` and `save` create missing parent folders
+    if name != "no/folder":  # only `quantize` and `save` create missing parent folders
         target = str(tmp_path / name)
         commands.append(["quantize", str(dense), target, *options, "--sequence-length", "64", "--method", "rtn"])
         with pytest.raises(OSError, match=r"^\[Errno \d+\] .*'$"):
@@ -190,7 +190,7 @@ def test_save_replaces_its_own_files_and_no_others(tmp_path: Path, monkeypatch: 
     save(out, second, "autoawq")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert read(out).specs["a.m"].group_size == 32
-    save(out, read(out), "gptq")  # convert a folder into itself
+    save(out, read(out), "gptq")  # the folder is both source and target
     assert read(out).specs["a.m"].group_size == 32
     (out / "adapter.safetensors").write_bytes(b"mine")
     before = all_files(out)

@@ -44,7 +44,7 @@ NEEDS = {
     "serve_many_prompts.py": (MODEL,),
     "serve_on_ray.py": (MODEL, "ray"),
 }
-"""The packages that scripts need. They run SmolLM2, which takes seconds on a CPU."""
+"""The packages that scripts need; without them, a script prints how to install them."""
 MAX_LINES = 50
 
 

@@ -132,7 +132,7 @@ def test_symmetric_zero_points_of_auto_round_are_dropped_where_the_settings_say_
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_the_settings_of_compressed_tensors_hold_under_both_keys(tmp_path: Path, key: str) -> None:
-    """An 8-bit checkpoint is refused, and `save` replaces the settings."""
+    """Under both keys, wrong settings are refused, and `save` replaces the entry by one of its own format."""
     for name, change in (("num_bits", 8), ("type", "float")):
         weights = {**COMPRESSED["config_groups"]["group_0"]["weights"], name: change}
         config = {**COMPRESSED, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}

@@ -34,7 +34,7 @@ def generate(folder: Path, source: Path, target: Path) -> int:
 
 
 def test_prompts_are_answered_in_order_and_once(folder: Path, tmp_path: Path) -> None:
-    texts = [f"{i} é" for i in range(150)]  # more prompts than run at the same time
+    texts = [f"{i} é" for i in range(150)]  # more prompts than an engine runs at the same time
     source = write(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": text} for i, text in enumerate(texts)])
     target = tmp_path / "out.jsonl"
     assert generate(folder, source, target) == 0

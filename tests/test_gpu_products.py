@@ -217,7 +217,7 @@ def test_out_that_overlaps_x_or_a_part_of_the_residual(shift: int) -> None:
 
 def test_out_that_overlaps_rows_of_x_to_be_read_later() -> None:
     rng = np.random.default_rng(0)
-    m = 64 * 132 * 20  # many more CTAs than run at the same time
+    m = 64 * 132 * 20  # many more CTAs than run at the same time on an H100
     weight, values = put(random_weight(rng, 64, 64, 16)), random_activations(rng, 2 * m, 64)
     layer = cupy_awq.AwqLinear(weight)
     for product in (layer, layer, lambda x, **options: gemm(x, weight, **options)):

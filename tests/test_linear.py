@@ -253,7 +253,7 @@ def test_threads_and_streams_share_a_layer() -> None:
                     out = cupy.full((len(x), 256), np.nan, np.float16)
                     if layer(x, out=out).get().tobytes() != expected[i]:
                         wrong.append(i)
-        except Exception as error:  # handed to the main thread, which reports it
+        except Exception as error:  # a thread hands its error to the main thread, which reports it
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]

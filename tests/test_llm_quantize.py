@@ -86,7 +86,7 @@ def test_folded_model_gives_the_logits_of_the_original(
     for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16), tunes=False):
         assert layer.output_error < 1e-5
         assert all(error < 1e-9 for _, error in layer.errors.values())
-    assert np.mean(np.array(changes) > 0.001) > 0.7  # the scale search leaves some layers unscaled
+    assert np.mean(np.array(changes) > 0.001) > 0.7  # not 1: the scale search leaves some layers unscaled
     dense_folder(tmp_path / "folded", config)
     save_file(tensors, tmp_path / "folded" / "model.safetensors")
     logits = [all_logits(llm.load(tmp_path / name, device="cpu")) for name in ("dense", "folded")]

@@ -148,7 +148,7 @@ def test_pipes_devices_and_huge_files_are_not_copied(copying: tuple[Path, Callab
         run()
     (folder / "merges.txt").unlink()
     with open(folder / "merges.txt", "wb") as file:
-        file.truncate(200 << 30)  # a sparse file of 200 GiB
+        file.truncate(200 << 30)  # a sparse file of 200 GiB, which must be refused unread
     with pytest.raises(CheckpointError, match=r"merges\.txt: expected at most 100000000 bytes, got 214748364800"):
         run()
     assert not (folder.parent / "out").exists()
@@ -322,7 +322,7 @@ def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
     llm_models.gguf_file(tmp_path / "m.Q4_1.gguf", {})
     (tmp_path / "mmproj-m-f16.gguf").write_bytes(b"GGUF")
     (tmp_path / "README.md").write_text("x")
-    (tmp_path / "config.json").write_text("{}")  # some repositories of GGUF files have a config.json
+    (tmp_path / "config.json").write_text("{}")  # as in some repositories of GGUF files
     assert llm.load(tmp_path, device="cpu").score(TEXT[:50]).tokens == 49
     assert list(checkpoint.read(tmp_path)) == list(checkpoint.read(tmp_path / "m.Q4_1.gguf"))
     shutil.copy(tmp_path / "m.Q4_1.gguf", tmp_path / "m.Q8_0.gguf")

@@ -82,7 +82,8 @@ def shapes(multiple: int) -> st.SearchStrategy[tuple[int, ...]]:
 @given(st.data(), st.sampled_from([1, 2, -1]))
 def test_int4_round_trip_at_any_shape_and_stride(data: st.DataObject, step: int) -> None:
     codes = data.draw(hnp.arrays(np.uint8, shapes(8), elements=st.integers(0, 15)))
-    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # a step of -1 reverses the columns
+    # strides of two elements, or negative: -1 reverses the columns
+    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]
     words = packing.pack_int4(strided)
     assert words.dtype == np.int32
     assert words.shape == (*codes.shape[:-1], codes.shape[-1] // 8)

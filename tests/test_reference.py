@@ -71,7 +71,7 @@ def problems(draw: st.DrawFn) -> Problem:
     k, n = group_size * groups, 8 * words
     scale_dtype = draw(st.sampled_from([FLOAT16, BFLOAT16]))
     above, left = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    order = draw(st.sampled_from([1, -1]))  # -1 reverses the order of the rows
+    order = draw(st.sampled_from([1, -1]))  # -1 reverses the order of the rows, so that strides are negative
 
     def part(a: np.ndarray, per_word: int) -> np.ndarray:
         return a[above:, left * per_word : (left + words) * per_word][::order]

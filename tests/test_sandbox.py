@@ -206,7 +206,7 @@ def is_running(pid: int) -> bool:
         return f" {pid} " in subprocess.run(["tasklist"], capture_output=True, text=True, check=True).stdout
     try:
         os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as opened:  # a zombie process has ended, too
+        with open(f"/proc/{pid}/stat") as opened:  # a zombie (state Z) counts as ended
             return opened.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

@@ -88,7 +88,7 @@ def test_keys_share_the_engine() -> None:
     fair = [sequence(64, 50, key="b", at=1.0, seed=i + 500) for i in range(20)]
     steps, times = simulate(make_scheduler(max_rows=8), [(s.arrival, s) for s in (*greedy, *fair)], 45_000, 0.01)
     end = max(times[s][-1] for s in fair)
-    assert end < 5  # alone: 20 * 50 tokens, 8 in a step of 10 ms: 1.25 s
+    assert end < 5  # alone, 20 answers of 50 tokens take 1.25 s: 8 rows in a step of 10 ms
     during = [step for begin, _, step in steps if 1.5 < begin < end - 0.5 and not step.is_prompt]
     counts = [sum(part.sequence.request.key == key for step in during for part in step.parts) for key in "ab"]
     assert counts[1] > 0.4 * sum(counts)

@@ -10,7 +10,8 @@ import cupy_awq
 
 K, N, GROUP = 256, 128, 64
 rng = np.random.default_rng(0)
-w = rng.standard_normal((K, N), np.float32) * rng.lognormal(size=(K, 1)).astype(np.float32)  # rows of unequal size
+# rows of unequal size, which lose least if similar ones share a group
+w = rng.standard_normal((K, N), np.float32) * rng.lognormal(size=(K, 1)).astype(np.float32)
 x = rng.standard_normal((4, K)).astype(np.float16)
 
 

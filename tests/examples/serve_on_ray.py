@@ -32,7 +32,7 @@ def load_server() -> Any:
 @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.5})
 @serve.ingress(load_server)
 class Replica:
-    """A replica of the server."""
+    """A replica of the server, which Ray Serve restarts if it dies."""
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ BANDS = (8, 64, 512, 4096)
 
 
 class Model(NamedTuple):
-    """A layer of experts."""
+    """The sizes of a layer of experts."""
 
     hidden: int
     width: int
@@ -68,7 +68,7 @@ class Model(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """The number of copies of the weights."""
+        """The number of copies of the weights, so many that calls find their experts cold in L2."""
         cold = math.ceil(COLD_BYTES / (self.top_k * self.expert_bytes))
         return max(1, min(16, cold, int(MAX_BYTES / (self.experts * self.expert_bytes))))
 
@@ -82,7 +82,7 @@ MODELS = {
 
 
 def draw_models(seed: int, count: int = 6) -> dict[str, Model]:
-    """Return random models by name."""
+    """Return random sizes of layers by name."""
     rng, found = random.Random(f"experts {seed}"), dict[str, Model]()
     while len(found) < count:
         hidden, width = (128 * round(log_uniform(rng, low, 16384) / 128) for low in (1024, 512))
@@ -118,11 +118,11 @@ class Weights:
         self.scales = repeated(scales, count, groups, n)
 
     def pack(self) -> PackedExperts:
-        """Return a copy in the layout of the kernels."""
+        """Return a copy of the weights that cupy_awq has repacked for its kernels."""
         return PackedExperts(self.qweight, self.scales, self.qzeros)
 
     def take(self, ids: np.ndarray) -> PackedExperts:
-        """Return some experts on the CPU."""
+        """Return the weights of the experts ``ids`` on the CPU, for the reference."""
         return PackedExperts(*(np.stack([a[i].get() for i in ids]) for a in (self.qweight, self.scales, self.qzeros)))
 
 

@@ -92,7 +92,7 @@ OTHERS = {
 
 
 def table() -> str:
-    """Return the table in Markdown."""
+    """Return the table of operators in Markdown, which tests/README.md contains."""
     lines = [
         f"| operation: kernels | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",

@@ -194,7 +194,7 @@ def run_in_child(run: Callable[[], object], signum: int, delay_s: float | None) 
             run()
             code = 0
             if delay_s is not None:
-                time.sleep(3)  # wait for the signal
+                time.sleep(3)  # the signal may come after the last write
         except KeyboardInterrupt:
             code = 0
         except BaseException:
