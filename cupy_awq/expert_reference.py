@@ -66,7 +66,7 @@ def multiply_rows_by_experts(x: Array, ids: Array, weight: Any, form: Activation
 
 
 def list_rows(routing: list[Array], is_blocked: bool, block_size: int, pairs: int) -> tuple[Array, Array]:
-    """Return the rows of `gemm_grouped` and the expert of each, for offsets or for vLLM's arrays.
+    """Return the rows of x that `gemm_grouped` multiplies, and the expert of each; ``routing`` is in either form.
 
     >>> list_rows([np.array([0, 1, 1, 3], np.int32)], False, 0, 3)
     (array([0, 1, 2]), array([0, 2, 2]))

@@ -40,7 +40,7 @@ checkpoint that `info` reads. DST is a file for gguf and ak48, else a folder, ne
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
+    """Add the command by ``command``: it makes a parser of (name, function to run, summary, help text, examples)."""
     examples = [
         "Qwen3-8B-GPTQ/ Qwen3-8B-CT/ --format compressed-tensors",
         "model-v2.pt model.gguf",

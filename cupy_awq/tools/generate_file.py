@@ -18,7 +18,7 @@ from cupy_awq.llm.prompt_answerer import PromptAnswerer, answer_all
 from cupy_awq.tools.progress import show_bar
 
 ACTOR_BATCHES, MAX_BATCH = 4, 128
-"""The smallest number of batches per actor, so that all actors end at about the same time, and prompts per batch."""
+"""The least batches per actor, so that all actors end at about the same time, and the most prompts per batch."""
 
 
 def run(model: LanguageModel, source: Path, target: Path, options: dict[str, Any]) -> int:

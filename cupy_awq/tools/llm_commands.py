@@ -35,7 +35,7 @@ Ctrl-C  stop the answer; the printed part stays in the conversation"""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
+    """Add the commands by ``command``: it makes a parser of (name, function to run, summary, help text, examples)."""
     question = 'smollm2 "What is the capital of France?"'
     examples = [question, f"{question} --temperature 0.7 --seed 1", "smollm2 - < question.txt"]
     generate = command("generate", _generate, "complete prompts", "", examples)

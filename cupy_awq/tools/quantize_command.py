@@ -23,7 +23,7 @@ of the kinds that the model is used for, at least 4096 tokens, and none of the t
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
+    """Add the command by ``command``: it makes a parser of (name, function to run, summary, help text, examples)."""
     examples = [
         "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64",
         "Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --evaluate manual.txt --device cuda:1",

@@ -26,7 +26,7 @@ SWITCH_SECONDS = 5e-4
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
+    """Add the command by ``command``: it makes a parser of (name, function to run, summary, help text, examples)."""
     examples = ["smollm2 --device cpu", "Qwen3-8B-AWQ/ --port 8001 --batch-invariant --speculate auto"]
     parser = command("serve", _serve, "serve a model over HTTP", MORE, examples)
     parser.add_argument("model", metavar="MODEL", help=MODEL)

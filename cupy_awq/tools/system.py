@@ -92,7 +92,7 @@ compiled kernels and what `tune` measured. Without --clear, prints its size."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
+    """Add the command by ``command``: it makes a parser of (name, function to run, summary, help text, examples)."""
     parser = command("cache", _cache, "print the size of the cache folder, or clear it", CACHE, ["", "--clear"])
     parser.add_argument("--clear", action="store_true", help="delete the compiled kernels and tuned configurations")
     parser.add_argument("--json", action="store_true", help="print an object instead of text")

@@ -269,7 +269,7 @@ def read_file(file: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text that are not empty, and whether each is one of the spans."""
+    """Yield the non-empty parts of a text that ``spans`` cut out and leave, and whether each is one of the spans."""
     end = 0
     for start, stop in [*spans, (len(text), len(text))]:
         for part, is_span in ((text[end:start], False), (text[start:stop], True)):
