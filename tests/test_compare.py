@@ -105,7 +105,7 @@ def run_of(ours: dict[tuple[int, int, int], float], **changes: Any) -> dict[str,
 
 
 def test_summary_by_range_of_rows() -> None:
-    """The summary ignores a peer with wrong results (Machete), and bounds cells with much arithmetic by that."""
+    """The summary ignores a peer with wrong results (Machete); cuBLAS bounds cells with much arithmetic."""
     run = run_of({(4096, 4096, 1): 5.0, (128, 64, 16): 20.0, (4096, 4096, 200): 10.4})
     next(row for row in run["rows"] if row["m"] == 200 and row["peer"] == "arithmetic")["us"] = 8.0
     comparison = Comparison(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `generate --input --output`: every prompt is answered once, also by a run that goes on after another."""
+"""The command `generate --input --output`: each prompt is answered once, even if a run is killed and continued."""
 
 from __future__ import annotations
 

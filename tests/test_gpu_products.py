@@ -67,7 +67,7 @@ def test_every_form_of_zeros_and_shapes_with_tails(m: int, zeros: str, k: int, n
 
 
 def adversarial(rng: np.random.Generator, k: int, n: int, scale: float, scales: Any) -> PackedWeight:
-    """Return a weight with zero points 0 and 15, groups whose codes lie on one side, and scales near ``scale``."""
+    """Return a weight with zero points 0 and 15, all codes of a group on one side of it, and scales near ``scale``."""
     groups = k // 128
     codes = rng.integers(0, 16, (k, n), np.uint8)
     codes[:128] = 15

@@ -33,7 +33,7 @@ CUT = b"(ended by --max-tokens)\n"
 def run(
     arguments: list[str | bytes], shell: str = "", *, lines: bytes = b"", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command with ``lines`` on standard input; ``shell`` follows it, such as a redirection."""
+    """Run a command with ``lines`` on stdin; ``shell``, such as a redirection, is appended to the command line."""
     command = ["bash", "-c", f'"$@" {shell}', "bash", sys.executable, "-m", "cupy_awq", *arguments]
     result = subprocess.run(
         command, input=lines, capture_output=True, check=False, env={**os.environ, **(env or {})}, timeout=100

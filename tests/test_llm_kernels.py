@@ -237,7 +237,7 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("m", "heads", "kv_heads"), [(1, 2, 1), (1, 9, 9), (1, 28, 28), (5, 27, 27)])
 def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, heads: int, kv_heads: int) -> None:
-    """Partial results of many splits of the keys are merged: of 18, or of 14, 4 and 2 that fill an H100."""
+    """Partial results of many splits of the keys are merged: of 18, or of as many as fill an H100 (14, 4 and 2)."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
     lengths = np.array([capacity - 1, 2 * UNSPLIT_KEYS, 2 * UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)

@@ -24,7 +24,7 @@ from cupy_awq.tools.table import render
 
 @dataclass
 class Result:
-    """The times to the first token and between tokens of all requests of a run, in seconds, and their tokens."""
+    """The times to the first token and between tokens of all requests of a run, in seconds; the number of tokens."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)

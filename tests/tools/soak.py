@@ -163,7 +163,7 @@ def failing_allocations(device: int, every: int, random: np.random.Generator) ->
 
 
 def used_bytes(device: int) -> dict[str, int]:
-    """Return the memory of this process in bytes: by kind, resident host memory and the memory in CuPy's pool."""
+    """Return the memory of this process in bytes by kind: resident host memory, and CuPy's pool on a GPU."""
     status = Path("/proc/self/statm")
     used = {"host": int(status.read_text().split()[1]) * 4096 if status.exists() else 0}
     if device != HOST:
