@@ -12,8 +12,8 @@
 
 enum class Activation { kNone, kClamp, kSilu, kGelu, kClampedsilu };
 
-// What an epilogue computes, with the host's constants as EpilogueOptions<BIAS, Activation::ACTIVATION, GATED,
-// HAS_BIAS, HAS_RESIDUAL>. The Config of a kernel inherits its options.
+// What an epilogue computes, as EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL> with the
+// constants that the host defines. The Config of a kernel inherits its options.
 template <class BiasType, Activation kFunction, bool kHasGate, bool kAddsBias, bool kAddsResidual>
 struct EpilogueOptions {
   using Bias = BiasType;

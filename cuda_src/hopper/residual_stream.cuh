@@ -35,7 +35,7 @@
 constexpr float kHeadroom = 0.015625f;    // 2^-6: y stays in float16's range if the RMS of a row grows up to 64x
 constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes, eight columns each
 
-// What is fused, with the host's constants as FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT>.
+// What a kernel fuses, as FusionOptions<ADD_TO_STREAM, RMS_NORM_X, ORDER_OUT> with the constants that the host defines.
 template <bool kAdds, bool kNorms, bool kOrders> struct FusionOptions {
   static constexpr bool kAddsToStream = kAdds, kRmsNormsX = kNorms, kOrdersY = kOrders;
 };

@@ -153,7 +153,7 @@ def _repack(
 
 
 def extreme_scales(magnitudes: np.ndarray, dtype: np.dtype[np.generic]) -> tuple[float, float]:
-    """Return the largest and the smallest nonzero scale, for the bits of the scales' magnitudes."""
+    """Return the largest and the smallest nonzero scale; ``magnitudes`` holds the scales' bits without the sign."""
     # Subtracting 1 wraps the bits of a zero to the largest integer, so the minimum is that of the nonzero scales.
     smallest = min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1
     largest, least = np.array([magnitudes.max(), smallest], np.uint16).view(dtype)

@@ -228,7 +228,7 @@ def present(model: str) -> Any:
 
 
 def with_constants(model: str, costs: Any) -> Any:
-    """Return a context in which a model uses these constants."""
+    """Return a context in which the cost model called ``model`` uses ``costs`` as its constants."""
     return mock.patch.object(MODELS[model].module, MODELS[model].constants, costs)
 
 

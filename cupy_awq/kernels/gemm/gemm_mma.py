@@ -137,7 +137,8 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
         by_registers = 65536 // (REGISTERS[config.block_m] * config.warps * 32)
         elements = config.block_m * config.block_n
         instructions: float = COSTS.instructions[0] + COSTS.instructions[1] * rows
-        # On newer GPUs, m16n8k8 takes as long as m16n8k16, for half of the products.
+        # Where m16n8k16 exists, m16n8k8 does half of its products in the same time, so a kernel with m16n8k8 takes
+        # twice as long.
         is_half = self is GEMM_SM75 and Capability.MMA_M16N8K16.is_in(device.native)
         mma_cycles = elements * BLOCK_K / rates.mma_fp32 * (1 + is_half)
         copied = 9 if config.stages == 2 else 1 / (config.stages - 1)
