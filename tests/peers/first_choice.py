@@ -53,7 +53,7 @@ def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict
 
 
 def measure(cell: Cell, stream: Any) -> dict[str, Any]:
-    """Time a cell's configurations; return sizes, count, and label and time of the first choice and the fastest."""
+    """Time a shape's configurations; return K, N, M, their number, and the first choice and the best with times."""
     k, n, m = cell
     with stream:
         operation = sweep.Gemm(k, n, m)
