@@ -24,7 +24,8 @@ LANDINGS = ("latest", "earliest", GPU)
 """The names of all back ends: the simulator with copies that land as late and as early as PTX allows, and the GPU."""
 
 few_examples = hypothesis.settings(max_examples=4)
-"""The settings of tests that draw problems: few examples, as each compiles a kernel, which takes a second."""
+"""The settings of tests that draw problems for simulated kernels, as each example compiles another kernel for a second.
+"""
 
 
 def sample(configs: Sequence[Any], backend: str, step: int, first: int) -> Sequence[Any]:
