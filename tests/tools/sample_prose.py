@@ -58,11 +58,13 @@ def python_docstrings(path: Path) -> Iterator[Prose]:
     yield from _docstrings(path, ast.parse(path.read_text(encoding="utf-8")), "")
 
 
-def _docstrings(path: Path, owner: ast.Module | ast.ClassDef | ast.FunctionDef, prefix: str) -> Iterator[Prose]:
+def _docstrings(
+    path: Path, owner: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, prefix: str
+) -> Iterator[Prose]:
     text = ast.get_docstring(owner)
     if text is not None:
         yield Prose(path, owner.body[0].lineno, kind_of(owner), prefix.rstrip("."), text)
-    if isinstance(owner, ast.FunctionDef):
+    if isinstance(owner, ast.FunctionDef | ast.AsyncFunctionDef):
         return
     for before, node in zip(owner.body, owner.body[1:], strict=False):
         if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Expr):
@@ -70,11 +72,11 @@ def _docstrings(path: Path, owner: ast.Module | ast.ClassDef | ast.FunctionDef, 
             if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
                 yield Prose(path, node.lineno, "constant", prefix + ast.unparse(target), node.value.value)
     for node in owner.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _docstrings(path, node, f"{prefix}{node.name}.")
 
 
-def kind_of(owner: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+def kind_of(owner: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Return which kind of object a docstring documents: "module", "class", "function" or "property"."""
     if isinstance(owner, ast.Module):
         return "module"
