@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from cupy_awq.llm.decoder.cuda_steps import next_size
 from cupy_awq.llm.engine.draft import draft_ngram
 from cupy_awq.llm.engine.runner import DeviceRunner
 from cupy_awq.llm.text.tokenizer import Tokenizer
+from cupy_awq.runtime import launcher
 from tests import llm_models
 from tests.llm_models import LLAMA
 from tests.test_llm_device import SimulatedOps, simulated
@@ -41,6 +42,15 @@ class Stream(contextlib.nullcontext[None]):
 class SteppingOps(SimulatedOps):
     decode_stream = Stream(), None
     prefill_chunk = 64
+    loaded: ClassVar[dict[Any, None]] = {}
+
+    def run(self, plan: Any, **arrays: Any) -> None:
+        collected = launcher._collected.get()
+        if collected is not None:
+            collected[plan.kernel] = None
+        else:
+            assert plan.kernel in self.loaded
+            super().run(plan, **arrays)
 
     def to_numpy(self, a: Any) -> Any:
         return a.copy()
@@ -65,7 +75,6 @@ def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
         target[...] = source
 
     def capture(stream: Any, launch: Callable[[], None]) -> Any:
-        launch()
         return SimpleNamespace(launch=lambda stream: launch())
 
     cuda = sys.modules["cupy"].cuda
@@ -79,8 +88,11 @@ def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather_rows(a: Any, rows: list[int], stream: Any) -> Any:
         return a[rows]
 
-    for name, stub in (("pinned", pinned), ("copy_to", copy_to), ("capture", capture), ("gather_rows", gather_rows)):
-        monkeypatch.setattr(cuda_steps, name, stub)
+    def load_functions(kernels: Any, progress: Any) -> None:
+        SteppingOps.loaded = kernels
+
+    for stub in (pinned, copy_to, capture, gather_rows, load_functions):
+        monkeypatch.setattr(cuda_steps, stub.__name__, stub)
 
 
 def load(folder: Path, **options: Any) -> tuple[LanguageModel, Any]:

@@ -145,6 +145,30 @@ def test_every_operation_passes_its_arrays_on_the_current_stream(gpu: FakeGpu) -
     assert found == {name: made[name] for name in found}
 
 
+def test_kernels_are_collected_without_being_loaded_or_launched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = gpu.weight(), gpu.empty(3, K)
+    layer, load = AwqLinear(weight), compiler.load_function
+    with launcher.collect_kernels() as kernels, monkeypatch.context() as patch:
+        patch.setattr(compiler, "load_function", lambda *_: pytest.fail("a kernel was loaded"))
+        layer(x)
+        layer(x)
+    assert gpu.take() == []
+    loaded: list[Any] = []
+
+    def record(kernel: Any, *size: int) -> Any:
+        loaded.append(kernel)
+        return load(kernel, *size)
+
+    monkeypatch.setattr(compiler, "load_function", record)
+    progress: list[tuple[int, int]] = []
+    compiler.load_functions(kernels, lambda *counts: progress.append(counts))
+    assert progress == [(1, 1)]
+    layer(x)
+    ((entry, _, _),) = gpu.take()
+    assert [kernel.entry for kernel in kernels] == [entry]
+    assert loaded == list(kernels) * 2
+
+
 def test_products_of_integers_pass_their_arrays(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = gpu.empty(N, 1, 1, K, dtype=np.uint8)
     # On the stand-in, no kernel could make this layout.

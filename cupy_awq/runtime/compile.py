@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -259,3 +261,21 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
             placement.check_status(status, "cuFuncSetAttribute")
             _functions[key] = function, shared_bytes
         return function
+
+
+def load_functions(kernels: Collection[Kernel], progress: Callable[[int, int], None]) -> None:
+    """Load kernels on the current device, and compile those that are missing, on all cores.
+
+    ``progress`` is a callback (number of loaded kernels, number of all).
+    """
+    import cupy
+
+    index = cupy.cuda.runtime.getDevice()
+
+    def load(kernel: Kernel) -> None:
+        with placement.use_device(index):
+            load_function(kernel)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for count, _ in enumerate(pool.map(load, kernels), 1):
+            progress(count, len(kernels))

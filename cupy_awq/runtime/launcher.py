@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from cupy_awq.check import Array
 from cupy_awq.runtime import arrays, placement
 from cupy_awq.runtime import compile as compiler
-from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 MAP_BYTES = 128
 """The size of a CUtensorMap in bytes."""
@@ -61,6 +63,20 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
     )
     placement.check_status(status, "cuTensorMapEncodeTiled", f" for {tensor_map}")
     return ctypes.string_at(encoded.getPtr(), MAP_BYTES)
+
+
+_collected: ContextVar[dict[Kernel, None] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collect_kernels() -> Iterator[dict[Kernel, None]]:
+    """Collect the kernels of launches in the dict that it yields; in the context, they are not loaded or launched."""
+    kernels: dict[Kernel, None] = {}
+    token = _collected.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _collected.reset(token)
 
 
 class _Arguments(threading.local):
@@ -116,6 +132,14 @@ class Launcher:
         self.buffers = plan.buffers
         self._pointer_count = len(plan.pointers)
         self._arguments = _Arguments(self._pointer_count, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
+        self._cupy_function: Any = None
+        self._driver = driver
+        self._configs: dict[int, Any] = {}
+        if _collected.get() is None:
+            self._load()
+
+    def _load(self) -> None:
+        driver, plan = self._driver, self.plan
         # Keep a reference to the CuPy function, because the module is unloaded without it.
         self._cupy_function = compiler.load_function(plan.kernel, plan.shared_bytes)
         self._function = driver.CUfunction(self._cupy_function.ptr)
@@ -123,12 +147,12 @@ class Launcher:
             carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             # The carveout is only a hint, so errors are ignored.
             driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)
-        self._driver = driver
-        self._configs: dict[int, Any] = {}
 
     def _make_config(self, stream: int) -> Any:
         """Return a new launch configuration for a stream; there is one per stream, so that none is ever modified."""
         driver, plan = self._driver, self.plan
+        if self._cupy_function is None:
+            self._load()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = plan.block
@@ -152,6 +176,10 @@ class Launcher:
 
     def __call__(self, pointers: tuple[int, ...], stream: int) -> None:
         """Launch the kernel on the stream with handle ``stream``; ``pointers`` are the addresses of ``buffers``."""
+        kernels = _collected.get()
+        if kernels is not None:
+            kernels[self.plan.kernel] = None
+            return
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._make_config(stream)

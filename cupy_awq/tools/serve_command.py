@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -73,6 +74,8 @@ def _serve(args: argparse.Namespace) -> int:
     keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     if args.host not in ("127.0.0.1", "localhost", "::1") and not keys:
         raise ValueError(f"--host: expected an --api-key for an address other than 127.0.0.1, got none for {args.host}")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("cupy_awq").setLevel(logging.INFO)
     model = llm.load(args.model, device=args.device, batch_invariant=args.batch_invariant)
     engine = llm.Engine(
         model,

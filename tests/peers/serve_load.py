@@ -3,23 +3,30 @@
 
 python -m cupy_awq serve Qwen3-8B-AWQ/ --port 8000 &
 python -m tests.peers.serve_load --port 8000 --clients 1 4 16 64 --prompt-tokens 128 --tokens 1024
+python -m tests.peers.serve_load --port 8000 --clients 1 --flood 4 --flood-tokens 8192
 
 Prompts are random tokens, other ones in each request, so no server finds them in a prefix cache. The columns: output
 tokens per second of all clients; the time to the first token, median and 95th percentile; and the time between two
-events of a stream, median and 99th percentile, where a server may put several tokens into one event.
+events of a stream, median and 99th percentile, where a server may put several tokens into one event. With ``--flood``,
+further clients send long prompts, one after the other, for one token each; they are not in the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cupy_awq.tools.table import render
+
+COLUMNS = {"clients": 0, "tokens/s": 0, "first ms": 2, "first p95": 2, "between ms": 2, "between p99": 2}
+"""The columns of the table, with the number of decimal places."""
 
 
 @dataclass
@@ -45,11 +52,11 @@ async def request(port: int, body: dict[str, Any], key: str) -> tuple[asyncio.St
     return reader, writer
 
 
-async def run_one(args: argparse.Namespace, seed: int, result: Result) -> None:
+async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_tokens: int, tokens: int) -> None:
     """Run one request and record its times."""
     generator = random.Random(seed)
-    prompt = [generator.randrange(args.vocab) for _ in range(args.prompt_tokens)]
-    body = {"model": args.model, "prompt": prompt, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True}
+    prompt = [generator.randrange(args.vocab) for _ in range(prompt_tokens)]
+    body = {"model": args.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     last = began = time.perf_counter()
     reader, writer = await request(args.port, body, args.key)
@@ -68,20 +75,27 @@ async def run_one(args: argparse.Namespace, seed: int, result: Result) -> None:
     writer.close()
 
 
-async def run(args: argparse.Namespace, clients: int) -> list[str]:
-    """Run some clients, each with ``args.requests`` requests, and return a row of the table."""
+async def run(args: argparse.Namespace, clients: int) -> dict[str, float]:
+    """Run some clients, each with ``args.requests`` requests, and return a row of the table by `COLUMNS`."""
     result = Result()
 
     async def client(number: int) -> None:
         for i in range(args.requests):
-            await run_one(args, args.seed + 1000 * number + i, result)
+            await run_one(args, args.seed + 1000 * number + i, result, args.prompt_tokens, args.tokens)
 
+    async def flood(number: int) -> None:
+        for i in itertools.count(1):
+            await run_one(args, -(args.seed + 1000 * number + i), Result(), args.flood_tokens, 1)
+
+    floods = [asyncio.ensure_future(flood(number)) for number in range(args.flood)]
     began = time.perf_counter()
     await asyncio.gather(*map(client, range(clients)))
     rate = result.tokens / (time.perf_counter() - began)
+    for task in floods:
+        task.cancel()
     times = [percentile(result.first, 50), percentile(result.first, 95)]
     times += [percentile(result.between, 50), percentile(result.between, 99)]
-    return [str(clients), f"{rate:.0f}", *(f"{1e3 * seconds:.2f}" for seconds in times)]
+    return dict(zip(COLUMNS, [clients, rate, *(1e3 * seconds for seconds in times)], strict=True))
 
 
 def percentile(values: list[float], part: int) -> float:
@@ -99,8 +113,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2, help="requests per client")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=1024, help="output tokens per request")
+    parser.add_argument("--flood", type=int, default=0, help="further clients, with long prompts")
+    parser.add_argument("--flood-tokens", type=int, default=8192, help="tokens of each of their prompts")
     parser.add_argument("--vocab", type=int, default=10_000, help="prompts have tokens below this")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", help="a JSON file for the arguments and the table")
     args = parser.parse_args()
     if args.model is None:
         import urllib.request
@@ -110,10 +127,12 @@ def main() -> None:
         )
         with urllib.request.urlopen(models) as reply:
             args.model = json.load(reply)["data"][0]["id"]
-    asyncio.run(run_one(args, -1, Result()))
+    asyncio.run(run_one(args, args.seed - 1, Result(), args.prompt_tokens, 2))
     rows = [asyncio.run(run(args, clients)) for clients in args.clients]
-    heads = ("clients", "tokens/s", "first ms", "p95", "between ms", "p99")
-    print(render(heads, rows))
+    if args.output:
+        Path(args.output).write_text(json.dumps({**vars(args), "rows": rows}, indent=1) + "\n")
+    texts = [[f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items()] for row in rows]
+    print(render(tuple(COLUMNS), texts))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 from typing import Any
 
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=64)
     parser.add_argument("--batch-invariant", action="store_true")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     model = load(args.model, batch_invariant=args.batch_invariant)
     engine = Engine(model, max_rows=args.max_rows, make_runner=DeviceRunner)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,9 @@ from cupy_awq.llm.decoder.forward import Projection
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import KvState
 from cupy_awq.llm.families.rope import Rope
+from cupy_awq.runtime.compile import load_functions
 from cupy_awq.runtime.graph import capture
+from cupy_awq.runtime.launcher import collect_kernels
 
 if TYPE_CHECKING:
     import cupy
@@ -35,14 +38,11 @@ LOG = logging.getLogger(__name__)
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """The numbers of rows of captured decode steps."""
 
-PROMPT_SIZES = (32, 64, 128, 256, 512, 1024, 2048)
-"""The numbers of rows of the prompts that run at the start, so that the kernels of later ones are loaded."""
+PROMPT_SIZES = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 2049, 128))
+"""The numbers of rows of captured steps with prompts. From 128 rows on, at most a fifth are padding."""
 
 IN_FLIGHT = 4
 """The number of steps whose rows and tokens have host memory of their own; more than are launched at a time."""
-
-PADDED_ROWS = 32
-"""The number of which the rows of a prompt are a multiple, so that few sizes of launches are planned."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,79 @@ class CudaTokens(NamedTuple):
 
 
 class _Graph:
-    """A decode step of a fixed number of rows.
+    """A step of a fixed number of rows, which is captured once.
 
     Attributes:
-        rows, tokens, lengths, slots, work: the buffers of ``begin_step``.
-        logits: float32 [size, V], which each launch of the graph writes.
+        inputs: int32, what the host writes before each launch.
+        result: what each launch writes: the logits [size, V] of a decode step, or the hidden states [1, size, hidden].
+        run: a function that launches the kernels and sets ``result``.
+        graph: the captured graph.
+    """
+
+    inputs: Array
+    result: Array = None
+    run: Callable[[], None]
+    graph: Any = None
+
+    def capture(self, stream: Any) -> None:
+        """Capture the step on the current stream, after an eager one, which allocates what the graph reuses."""
+        self.run()
+        self.result = None
+        self.graph = capture(stream, self.run)
+
+    def launch(self, inputs: npt.NDArray[np.int32], stream: Any) -> Array:
+        """Launch the step in the order of the stream, and return its result, which the next launch overwrites."""
+        copy_to(self.inputs, inputs, stream)
+        self.graph.launch(stream)
+        return self.result
+
+
+class _DecodeGraph(_Graph):
+    """A decode step of ``size`` rows, of ``splits`` ranges of keys each.
+
+    Attributes:
+        inputs: the buffer ``rows`` of ``begin_step``.
+        tokens, lengths, slots, work: its other buffers.
     """
 
     def __init__(self, size: int, splits: int) -> None:
         import cupy
 
-        self.rows = cupy.asarray(np.full((size, ROW_FIELDS), -1, np.int32))
+        self.inputs = cupy.asarray(np.full((size, ROW_FIELDS), -1, np.int32))
         self.tokens, self.lengths, self.slots = (cupy.zeros(size, np.int32) for _ in range(3))
         self.work = cupy.zeros((work_items(size, splits), 4), np.int32)
-        self.logits: Array = None
-        self.graph: Any = None
+
+
+class _PromptGraph(_Graph):
+    """A step of ``size`` prompt tokens in at most ``tiles`` tiles, of which some may be empty.
+
+    Attributes:
+        inputs: the tiles, as in `CudaRows.work`, and then the token, the position and the slot of each row.
+    """
+
+    def __init__(self, size: int, tiles: int) -> None:
+        import cupy
+
+        self.size, self.tiles = size, tiles
+        self.inputs = cupy.asarray(self.pack([], [], [], []))
+
+    def pack(
+        self, tiles: Sequence[tuple[int, ...]], tokens: list[int], positions: Sequence[Array], slots: list[int]
+    ) -> npt.NDArray[np.int32]:
+        """Return the inputs for some rows; padding rows follow them."""
+        m, packed = len(tokens), np.zeros(4 * self.tiles + 3 * self.size, np.int32)
+        tiles = sorted([*tiles, *self.padding(m)], key=lambda tile: -tile[2])  # tiles with many keys start first
+        packed[: 4 * len(tiles)] = np.array(tiles).reshape(-1)
+        ids, lengths, places = packed[4 * self.tiles :].reshape(3, -1)
+        lengths[m:] = -1
+        if m:
+            ids[:m], lengths[:m], places[:m] = tokens, np.concatenate(positions), slots
+        return packed
+
+    def padding(self, m: int) -> list[tuple[int, ...]]:
+        """Return the tiles of padding rows after m rows."""
+        begins = range(m, self.size, PREFILL_TILE)
+        return [(begin, min(PREFILL_TILE, self.size - begin), 0, 0) for begin in begins]
 
 
 class CudaSteps(Steps):
@@ -157,15 +215,39 @@ class CudaSteps(Steps):
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(IN_FLIGHT)]
         self._count = 0
         cupy.cuda.get_current_stream().synchronize()
-        self._graphs: dict[int, _Graph] = {}
-        for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(size)
-            LOG.info("engine: captured the decode step of %d rows", size)
-        with self.stream:  # prompts of padding rows, which write to the block that no sequence owns
-            for size in PROMPT_SIZES:
-                if size <= min(positions, ops.prefill_chunk):
-                    self.last_logits(self.prompt([(0, 0, [0] * size)]), [0])
+        self._graphs = {size: self._decode_graph(size) for size in reversed(self._sizes)}
+        sizes = [size for size in PROMPT_SIZES if size < ops.prefill_chunk] + [ops.prefill_chunk]
+        self._prompts = [self._prompt_graph(size, rows, size == sizes[-1]) for size in sizes]
+        with self.stream:
+            self._warm_up()
         self.stream.synchronize()
+
+    def _warm_up(self) -> None:
+        """Compile and load the kernels of all steps, and capture the graphs. The rows are those of padding."""
+        import cupy
+
+        graphs = [*self._prompts[::-1], *self._graphs.values()]  # the largest first: the others reuse its memory
+        with collect_kernels() as kernels, cupy.cuda.using_allocator(self._pool.malloc):
+            for graph in graphs:
+                graph.run()
+                graph.result = None
+            self._warm_up_choice()
+        load_functions(kernels, functools.partial(_log_progress, "loaded %d of %d kernels"))
+        with cupy.cuda.using_allocator(self._pool.malloc):
+            for i, graph in enumerate(graphs, 1):
+                graph.capture(self.stream)
+                _log_progress("captured %d of %d steps", i, len(graphs))
+        self._warm_up_choice()
+
+    def _warm_up_choice(self) -> None:
+        """Launch the head and every choice of tokens for every number of rows."""
+        import cupy
+
+        hidden = cupy.zeros((1, self._ops.config.hidden), self._ops.dtype)
+        for size in reversed(self._sizes):
+            logits = self.last_logits(hidden, [0] * size)
+            for samples, filters in ((False, False), (True, False), (True, True)):
+                self.choose(logits, [(0, 0)], samples=samples, filters=filters)
 
     def assign(self, slot: int, sampling: Sampling, choice: int, blocks: Sequence[int]) -> None:
         itemsize = SLOT_OPTIONS.itemsize
@@ -174,8 +256,6 @@ class CudaSteps(Steps):
         copy_to(self._table[slot, : len(blocks)], np.array(blocks, np.int32), self.stream)
 
     def prompt(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> Array:
-        import cupy
-
         tokens: list[int] = []
         positions, slots, tiles = [], [], []
         for slot, start, new in parts:
@@ -185,40 +265,34 @@ class CudaSteps(Steps):
             positions.append(np.arange(start, start + len(new)))
             slots += [slot] * len(new)
         m = len(tokens)
-        missing = -m % PADDED_ROWS
-        if missing:
-            tiles.append((m, missing, 0, 0))
-        # Tiles with many keys start first.
-        tiles.sort(key=lambda tile: -tile[2])
-        rows = np.zeros((3, m + missing), np.int32)
-        rows[0, :m], rows[1, :m], rows[2, :m], rows[1, m:] = tokens, np.concatenate(positions), slots, -1
-        packed = np.concatenate([np.array(tiles, np.int32).reshape(-1), rows.reshape(-1)])
-        device = cupy.empty(packed.shape, np.int32)
-        copy_to(device, packed, self.stream)
-        work = device[: 4 * len(tiles)].reshape(-1, 4)
-        ids, lengths, places = device[4 * len(tiles) :].reshape(3, -1)
-        batch = CudaRows(self._layers, self._rotations, self._table, lengths, places, work)
-        return self._forward(ids[None], batch)[0, :m]
+        fitting = (g for g in self._prompts if g.size >= m and g.tiles >= len(tiles) + len(g.padding(m)))
+        graph = next(fitting)
+        return graph.launch(graph.pack(tiles, tokens, positions, slots), self.stream)[0, :m]
 
     def last_logits(self, hidden: Array, rows: Sequence[int]) -> Array:
-        return self._head(gather_rows(hidden, rows, self.stream))
+        size = self._size(len(rows))
+        return self._head(gather_rows(hidden, [*rows, *[rows[0]] * (size - len(rows))], self.stream))
 
     def choose(self, logits: Array, rows: Sequence[tuple[int, int]], *, samples: bool, filters: bool) -> CudaTokens:
         import cupy
 
-        device = cupy.empty((2, len(rows)), np.int32)
-        copy_to(device, np.ascontiguousarray(np.array(rows, np.int32).T), self.stream)
+        host = np.zeros((2, len(logits)), np.int32)  # slot 0 for padding rows
+        host[:, : len(rows)] = np.array(rows, np.int32).T
+        device = cupy.empty(host.shape, np.int32)
+        copy_to(device, host, self.stream)
         return self._choose(logits, *device, samples=samples, filters=filters)
 
     def decode(self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool) -> tuple[Array, CudaTokens]:
-        size = next(size for size in self._sizes if size >= len(rows))
+        size = self._size(len(rows))
         graph, host = self._graphs[size], self._host_rows[self._count % IN_FLIGHT][:size]
         host[: len(rows)] = rows
         host[len(rows) :] = -1
-        copy_to(graph.rows, host, self.stream)
-        graph.graph.launch(self.stream)
-        tokens = self._choose(graph.logits, graph.slots, graph.lengths, samples=samples, filters=filters)
-        return graph.logits, tokens
+        logits = graph.launch(host, self.stream)
+        return logits, self._choose(logits, graph.slots, graph.lengths, samples=samples, filters=filters)
+
+    def _size(self, rows: int) -> int:
+        """Return the number of rows of the decode step, and of the head, for some rows."""
+        return next(size for size in self._sizes if size >= rows)
 
     def wait(self) -> None:
         self.stream.synchronize()
@@ -239,28 +313,38 @@ class CudaSteps(Steps):
         self._events[at].record(self.stream)
         return CudaTokens(self._host_tokens[at][:m], self._events[at])
 
-    def _capture(self, size: int) -> _Graph:
-        """Return the captured decode step of ``size`` rows."""
-        import cupy
-
+    def _decode_graph(self, size: int) -> _DecodeGraph:
         splits = 0 if self._batch_invariant else _choose_splits(self._ops, size)
-        graph = _Graph(size, splits)
+        graph = _DecodeGraph(size, splits)
+        written = {name: getattr(graph, name) for name in ("tokens", "lengths", "slots", "work")}
+        plan = kernels.plan_begin_step(self._ops.device, size, int(self._table.shape[1]), splits)
+        cache = self._layers, self._rotations, self._table
 
-        def launch() -> None:
-            width = int(self._table.shape[1])
-            written = {name: getattr(graph, name) for name in ("rows", "tokens", "lengths", "slots", "work")}
-            plan = kernels.plan_begin_step(self._ops.device, size, width, splits)
-            self._ops.run(plan, **written, newest=self._newest, table=self._table)
-            cache = self._layers, self._rotations, self._table
+        def run() -> None:
+            self._ops.run(plan, rows=graph.inputs, newest=self._newest, table=self._table, **written)
             batch = CudaRows(*cache, graph.lengths, graph.slots, graph.work, splits)
-            graph.logits = self._head(self._forward(graph.tokens[None], batch)[0])
+            graph.result = self._head(self._forward(graph.tokens[None], batch)[0])
 
-        cupy.cuda.get_current_stream().synchronize()
-        with self.stream, cupy.cuda.using_allocator(self._pool.malloc):
-            launch()  # an eager step loads every kernel, and allocates what the captured one reuses
-            graph.logits = None
-            graph.graph = capture(self.stream, launch)
+        graph.run = run
         return graph
+
+    def _prompt_graph(self, size: int, rows: int, is_largest: bool) -> _PromptGraph:
+        # A batch with more tiles runs at the next larger size. Empty tiles take time, so most sizes have few of them.
+        graph = _PromptGraph(size, size // PREFILL_TILE + (rows + 1 if is_largest else min(rows + 1, size // 8)))
+        work = graph.inputs[: 4 * graph.tiles].reshape(-1, 4)
+        tokens, lengths, slots = graph.inputs[4 * graph.tiles :].reshape(3, -1)
+        batch = CudaRows(self._layers, self._rotations, self._table, lengths, slots, work)
+
+        def run() -> None:
+            graph.result = self._forward(tokens[None], batch)
+
+        graph.run = run
+        return graph
+
+
+def _log_progress(text: str, done: int, total: int) -> None:
+    if done % 16 == 0 or done == total:
+        LOG.info(f"engine: {text}", done, total)
 
 
 def next_size(rows: int) -> int:
