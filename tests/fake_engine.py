@@ -44,7 +44,7 @@ class FakeRunner:
     steps are launched ahead, and the runner knows the tokens that they chose before its caller does.
     """
 
-    is_paged, has_drafts, max_chunk = True, True, 128
+    is_paged, max_chunk = True, 128
 
     def __init__(self, blocks: int, is_ahead: bool = False) -> None:
         self.blocks, self.max_tokens = blocks, min(1000, blocks * BLOCK)
@@ -94,4 +94,4 @@ def make_engine(blocks: int = 40, is_ahead: bool = False, **options: Any) -> tup
     ops = SimpleNamespace(prefill_chunk=128, device_index=HOST)
     tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})
     model = LanguageModel(config, SimpleNamespace(ops=ops), tokenizer, [STOP])
-    return Engine(model, make_runner=lambda *_: runner, **options), runner
+    return Engine(model, make_runner=lambda *_, **__: runner, **options), runner

@@ -133,11 +133,19 @@ def run_begin_step(backend: str, arch: int, rows: np.ndarray, table: np.ndarray,
 
 
 def run_paged_decode(
-    backend: str, arch: int, arrays: dict[str, Any], splits: int, *, norm: bool, orders_out: bool = False
+    backend: str,
+    arch: int,
+    arrays: dict[str, Any],
+    splits: int,
+    *,
+    norm: bool,
+    orders_out: bool = False,
+    appended: bool = False,
 ) -> dict[str, np.ndarray]:
     """Run begin_step and decode attention on a paged copy of the cache, with a padding row, for rows in another order.
 
-    Return the cache, the block table, the order, and the result of the rows in the order of ``arrays``.
+    With ``appended``, rope_cache appends to the cache before. Return the cache, the block table, the order, and the
+    result of the rows in the order of ``arrays``.
     """
     m, heads, head_dim = arrays["out"].shape
     _, kv_heads, _, _ = arrays["k"].shape
@@ -157,13 +165,17 @@ def run_paged_decode(
     here = dataclasses.replace(facts(arch, backend), sm_count=2)  # so that a CTA has several items
     plan = llm.plan_decode_attention(
         here, m + 1, heads, kv_heads, head_dim, capacity, kv_heads * BLOCK * head_dim, k.dtype.name,
-        1e-6, norm, orders_out, splits,
+        1e-6, norm, orders_out, splits, appended,
     )  # fmt: skip
     partials, counters = attention_workspace(plan, m + 1, heads, head_dim)
     scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     out, qkv = nan(m + 1, heads, head_dim, dtype=k.dtype), np.concatenate([arrays["qkv"], arrays["qkv"][:1]])[order]
     read = {name: arrays[name] for name in ("q_norm", "k_norm", "cos", "sin")} | frozen(qkv=qkv, **{"table": table})
-    cache = {"lengths": None, "slots": None, "work": step["work"], "k": k, "v": v}
+    cache = {**{name: step[name] for name in ("lengths", "slots", "work")}, "k": k, "v": v}
+    if appended:
+        sizes = heads, kv_heads, head_dim, capacity, kv_heads * BLOCK * head_dim, k.dtype.name, 1e-6, norm
+        rope = llm.plan_rope_cache(here, m + 1, 1, *sizes, paged=True)
+        runner(backend)(rope, {**read, **cache, "q": np.empty_like(out)})
     positions = arrays.get("positions")
     runner(backend)(plan, {**read, **cache, **scratch, "out": out, "positions": positions})
     assert not scratch["counters"].any(), "the counters must be zero after the launch"

@@ -19,7 +19,6 @@ from cupy_awq.llm import Engine, LanguageModel, Request, Sampling
 from cupy_awq.llm.decoder import cuda_steps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_steps import next_size
-from cupy_awq.llm.engine.draft import draft_ngram
 from cupy_awq.llm.engine.runner import DeviceRunner
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.runtime import launcher
@@ -145,10 +144,33 @@ def test_tokens_are_sampled_on_the_device_or_on_the_host_as_on_the_cpu(tmp_path:
 
 
 @pytest.mark.usefixtures("steps")
-def test_drafts_are_refused_on_a_device(tmp_path: Path) -> None:
-    model, _ = load(tmp_path)
-    with pytest.raises(ValueError, match="draft: expected None for a model on a GPU"):
-        Engine(model, max_rows=1, cache_tokens=320, draft=draft_ngram, make_runner=DeviceRunner)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_drafts_change_no_token(tmp_path: Path, batch_invariant: bool) -> None:
+    """Right and wrong drafts across the edge of a block, of a row that is chosen on the host, and beside other rows."""
+    model, files = load(tmp_path, batch_invariant=batch_invariant)
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_stop_tokens": True}
+    requests = [Request(tuple(IDS[:29]), **options), Request(tuple(IDS[3:8]), logprobs=1, **options)]
+    sizes: dict[str, Any] = {"max_rows": 2, "cache_tokens": 320, "make_runner": DeviceRunner}
+
+    def run(**more: Any) -> tuple[list[list[int]], int]:
+        with Engine(model, **sizes, **more) as engine:
+            live = [engine.submit(request) for request in requests]
+            return [generation.result()[0].tokens for generation in live], engine.stats().steps
+
+    plain, steps = run()
+    texts = [[*request.prompt, *tokens] for request, tokens in zip(requests, plain, strict=True)]
+
+    def draft(tokens: Any, room: int) -> list[int]:
+        """Return two right drafts and then wrong ones."""
+        text = next((text for text in texts if text[: len(tokens)] == list(tokens)), [])
+        right = text[len(tokens) : len(tokens) + 2]
+        return [*right, *[7] * room][:room] if right else []
+
+    found, fewer = run(make_draft=lambda: draft)
+    for request, tokens, wanted in zip(requests, found, plain, strict=True):
+        check_greedy(files, list(request.prompt), tokens)
+        assert tokens == wanted or not batch_invariant
+    assert fewer < steps
 
 
 def test_sizes_of_graphs_waste_less_than_half_of_the_rows() -> None:

@@ -77,9 +77,15 @@ def run_random_requests(engine: Engine, count: int, seed: int) -> None:
     canceller.join()
 
 
+def half_right(tokens: Any, room: int) -> list[int]:
+    """Return a right draft and a wrong one after two texts of three."""
+    return [next_token(tokens, 0), 1][:room] if len(tokens) % 3 else []
+
+
 @pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "options", [{}, {"draft": lambda tokens, room: [next_token(tokens, 0), 1][:room]}, {"is_ahead": True}]
+    "options",
+    [{}, {"make_draft": lambda: half_right}, {"is_ahead": True}, {"is_ahead": True, "make_draft": lambda: half_right}],
 )
 def test_random_requests_leave_no_block_behind(
     count: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -135,7 +141,7 @@ def test_drafts_that_are_always_right_save_steps_and_change_nothing() -> None:
 
     request = Request((1, 2, 3), max_tokens=64, ignore_stop_tokens=True)
     plain, plain_runner = make_engine()
-    fast, fast_runner = make_engine(draft=oracle)
+    fast, fast_runner = make_engine(make_draft=lambda: oracle)
     with plain, fast:
         assert finish(plain.submit(request)) == finish(fast.submit(request))
     assert len(plain_runner.steps) == 64
@@ -149,7 +155,7 @@ def test_drafts_pause_while_few_are_correct() -> None:
         def draft(tokens: Any, room: int, wrong: int = wrong) -> list[int]:
             return [next_token(tokens, 0) ^ wrong]
 
-        engine, runner = make_engine(draft=draft)
+        engine, runner = make_engine(make_draft=lambda draft=draft: draft)
         with engine:
             check_request(engine.submit(Request((1, 2, 3), max_tokens=600, ignore_stop_tokens=True)))
         drafted = [step for step in runner.steps if any(part.drafts for part in step.parts)]

@@ -15,7 +15,7 @@ from cupy_awq.llm import Engine, LanguageModel, QueueFullError, Request, Samplin
 from cupy_awq.llm.decoder.sampling import gumbel_noise
 from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.core import Core
-from cupy_awq.llm.engine.draft import draft_ngram
+from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.llm.engine.row_sampler import RowSampler
 from cupy_awq.llm.engine.runner import make_runner
 from tests import llm_models
@@ -68,7 +68,7 @@ def test_a_text_is_the_same_alone_in_company_after_preemption_on_a_warm_cache_an
         ran = engine.stats().cached_tokens
         assert submit_all(engine) == alone
         assert engine.stats().cached_tokens > ran
-    with Engine(model, max_rows=16, draft=draft_ngram) as engine:
+    with Engine(model, max_rows=16, make_draft=NgramDraft) as engine:
         assert submit_all(engine) == alone
     options: dict[str, Any] = {"raw": True, "max_tokens": 90, "sampling": Sampling(temperature=0.9, seed=3)}
     options |= {"ignore_stop_tokens": True}
@@ -86,7 +86,7 @@ def test_a_text_is_the_same_alone_in_company_after_preemption_on_a_warm_cache_an
 
 def test_drafts_of_a_repeated_text_save_steps(model: LanguageModel) -> None:
     request = {"raw": True, "max_tokens": 100, "ignore_stop_tokens": True, "logit_bias": {65: 100.0}}
-    with Engine(model) as plain, Engine(model, draft=draft_ngram) as fast:
+    with Engine(model) as plain, Engine(model, make_draft=NgramDraft) as fast:
         assert plain.submit("x", **request).result() == fast.submit("x", **request).result()
         assert plain.stats().steps == 100
         assert fast.stats().steps < 25
@@ -212,7 +212,7 @@ def test_a_constraint_is_asked_before_each_token_and_its_error_ends_its_request(
         def accept(self, token: int) -> None:
             self.next = token + 1
 
-    with Engine(model, draft=draft_ngram) as engine:
+    with Engine(model, make_draft=NgramDraft) as engine:
         options = {"raw": True, "make_constraint": Letters}
         assert engine.submit("a", max_tokens=5, **options).result()[0].tokens == [40, 41, 42, 43, 44]
         with pytest.raises(RuntimeError, match="grammar: expected a token"):
@@ -221,11 +221,11 @@ def test_a_constraint_is_asked_before_each_token_and_its_error_ends_its_request(
 
 def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
     # Of several earlier matches of equal length, the latest one is continued.
-    assert draft_ngram([1, 2, 9, 3, 1, 2, 8, 7, 1, 2], 5) == [8, 7, 1, 2, 8]
-    assert draft_ngram([0, 1, 2, 9, 5, 1, 2, 8, 0, 1, 2], 2) == [9, 5]
-    assert draft_ngram([4] * 30, 3) == [4] * 3
-    assert draft_ngram([1, 2, 1], 4) == []
-    assert draft_ngram([1], 4) == []
+    assert NgramDraft()([1, 2, 9, 3, 1, 2, 8, 7, 1, 2], 5) == [8, 7, 1, 2, 8]
+    assert NgramDraft()([0, 1, 2, 9, 5, 1, 2, 8, 0, 1, 2], 2) == [9, 5]
+    assert NgramDraft()([4] * 30, 3) == [4] * 3
+    assert NgramDraft()([1, 2, 1], 4) == []
+    assert NgramDraft()([1], 4) == []
 
 
 def test_rows_are_at_least_one(model: LanguageModel) -> None:

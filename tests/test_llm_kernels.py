@@ -210,9 +210,11 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     is_ordered = heads % 2 == 0
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     arrays = {**read, "k": k, "v": v, "out": out, "positions": positions}
-    paged = run_paged_decode(backend, arch, arrays, 3, norm=norm, orders_out=is_ordered)
-    run_decode_attention(backend, arch, dtype, arrays, norm=norm, orders_out=is_ordered)
-    check_paged_decode(paged, arrays, 2 * BOUNDS[dtype])
+    options = {"norm": norm, "orders_out": is_ordered}
+    paged = [run_paged_decode(backend, arch, arrays, 3, **options, appended=appended) for appended in (False, True)]
+    run_decode_attention(backend, arch, dtype, arrays, **options)
+    for found in paged:
+        check_paged_decode(found, arrays, 2 * BOUNDS[dtype])
     if is_ordered:
         out = out.reshape(m, -1)[:, positions].reshape(out.shape)
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)

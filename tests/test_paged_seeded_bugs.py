@@ -56,6 +56,10 @@ SEEDS: dict[str, Seed] = {
     "queries of the tile before": (
         PROMPT, "decoder/attention_sm80.cu", "first_row = tile.x", "first_row = max(tile.x - 1, 0)", RACE,
     ),
+    "the key that rope_cache has appended is left out": (
+        DECODE, "decoder/decode_attention_sm80.cu", "kAppended ? keys : min(position, capacity)",
+        "min(position, capacity)", VALUES,
+    ),
     "the options of the row instead of its slot": (
         CHOOSE, "decoder/sample.cu", "const Options own = options[slots[row]]", "const Options own = options[row]",
         VALUES,

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128          ? 1
     const int split = items.split, head_block = items.head_block, row = items.row;
     const int head_block_index = row * head_blocks + head_block;
     const int position = kPaged ? max(items.position, 0) : items.position;
-    const int keys = min(position, capacity);  // number of keys in the cache, without the new one
+    const int keys = min(position + kAppended, capacity);  // number of keys in the cache before the launch
     int split_keys, splits;
     if constexpr (kPaged) {
       split_keys = range_size(min(position + 1, capacity));
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128          ? 1
     const TokenFactors token(cos + factor_offset, sin + factor_offset, q_norm, k_norm);
     if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
 
-    const bool appends = split == splits - 1 && position < capacity;
+    const bool appends = !kAppended && split == splits - 1 && position < capacity;
     const int64_t append_offset = cache.offset(kPaged ? min(position, capacity - 1) : position);
     // Scores are multiplied by log2(e) beforehand, so that exp2 replaces exp.
     token.rotate_and_append(

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const int split = items.split, head_block = items.head_block, row = items.row;
     const int head_block_index = row * head_blocks + head_block;
     const int position = kPaged ? max(items.position, 0) : items.position;
-    const int cached = min(position, capacity), keys = min(position + 1, capacity);
+    const int keys = min(position + 1, capacity), cached = kAppended ? keys : min(position, capacity);
     int split_keys;
     if constexpr (kPaged) {
       split_keys = range_size(keys);
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     __syncthreads();
     if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
 
-    const bool appends = key_end > cached;
+    const bool appends = !kAppended && key_end > cached;
     const int64_t append_offset = cache.offset(kPaged ? min(position, capacity - 1) : position);
     token.rotate_and_append(qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads,
                             head_block, kv_head, eps, appends, kPaged && items.position < 0, new_key, new_value,

@@ -23,7 +23,8 @@
 //
 // With PAGED, the grid is (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes. An item
 // is a range of keys of a row, whose size (key_ranges.cuh) depends on the length of the row and on m, but not on other
-// rows. So a long row does not delay short ones.
+// rows. So a long row does not delay short ones. With APPENDED, rope_cache has appended k and v before, so several rows
+// may be of one sequence; the launch is without PDL.
 //
 // PDL: `lengths`, `work`, `table` and the cached keys and values are read before griddepcontrol.wait. This is safe
 // because a decode step starts with `embed`, which is launched without PDL after all preceding kernels have finished.
@@ -36,6 +37,7 @@
 #include "common/positions.cuh"
 #include "ptx/atom.cuh"
 
+constexpr bool kAppended = APPENDED;
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
 constexpr int kFetchedSplits = kPaged ? 8 : kMaxSplits;  // number of splits that a thread merges at a time

@@ -69,7 +69,7 @@ def _serve(args: argparse.Namespace) -> int:
             f'{error.name}: expected an installed package, got none: pip install "cupy-awq[serve]"'
         ) from None
     from cupy_awq import llm
-    from cupy_awq.llm.engine.draft import draft_ngram
+    from cupy_awq.llm.engine.draft import NgramDraft
 
     keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     if args.host not in ("127.0.0.1", "localhost", "::1") and not keys:
@@ -82,7 +82,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_rows=args.max_rows,
         cache_tokens=args.cache_tokens,
         inter_token_seconds=args.inter_token_ms / 1e3,
-        draft=draft_ngram if args.speculate else None,
+        make_draft=NgramDraft if args.speculate else None,
     )
     name = args.name or os.path.basename(os.path.normpath(args.model))
     settings = Settings(name, keys, (*LOCAL_HOSTS, *args.allow_host))

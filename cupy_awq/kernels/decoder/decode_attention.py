@@ -7,7 +7,7 @@ of the sequences, so a captured CUDA graph can be replayed for any length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class DecodeAttention(KernelProblem):
         orders_out: whether the columns of the result are permuted: column i is stored at column ``positions[i]``.
         splits: 0 if the KV cache is contiguous. Else the number of splits of a row, as from `choose_splits`; the cache
             then consists of blocks, and sequence_stride is the stride between them.
+        appended: whether ``rope_cache`` has appended the keys and values of the new tokens to a paged cache before, so
+            that several of them may be of one sequence.
     """
 
     m: int
@@ -68,13 +70,14 @@ class DecodeAttention(KernelProblem):
     norm: bool
     orders_out: bool = False
     splits: int = 0
+    appended: bool = False
 
     COMMON = tuple(
-        (m, 8 * group, 8, head_dim, 32, 8, dtype, 1e-6, norm, False, splits)
+        (m, 8 * group, 8, head_dim, 32, 8, dtype, 1e-6, norm, False, splits, appended)
         for dtype in ("float16", "bfloat16")
         for head_dim, norm, groups in COMMON_HEADS
         for group in groups
-        for m, splits in ((1, 0), (64, 0), (1, 16), (64, 1))
+        for m, splits, appended in ((1, 0, False), (64, 0, False), (1, 16, False), (64, 1, False), (4, 4, True))
     )
 
     def __str__(self) -> str:
@@ -85,7 +88,7 @@ class DecodeAttention(KernelProblem):
         """Return the compile-time constants (name, value) of both kernels."""
         constants: dict[str, int | str] = {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
         options = {"QK_NORM": int(self.norm), "ORDER_OUT": int(self.orders_out), "PAGED": int(self.splits > 0)}
-        return {**constants, **options, **range_constants(self.splits or 1)}
+        return {**constants, **options, "APPENDED": int(self.appended), **range_constants(self.splits or 1)}
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments of both kernels: qkv, q_norm, k_norm, cos, sin, the cache, out, the workspace and sizes.
@@ -149,7 +152,9 @@ def _plan(
     if problem.splits:
         grid = config.splits, 1, 1
     arguments, shared_bytes = problem.arguments(), config.shared_bytes
-    return plan_launch(device, name, defines, grid, config.threads, arguments, shared_bytes=shared_bytes)
+    plan = plan_launch(device, name, defines, grid, config.threads, arguments, shared_bytes=shared_bytes)
+    # The kernel reads the cache before the PDL wait, so it must start after the kernel that has appended to the cache.
+    return replace(plan, dependent=plan.dependent and not problem.appended)
 
 
 class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):

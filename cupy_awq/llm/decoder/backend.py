@@ -98,11 +98,14 @@ class Steps(Protocol):
         """
         ...
 
-    def decode(self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool) -> tuple[Array, Tokens]:
+    def decode(
+        self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool, has_drafts: bool = False
+    ) -> tuple[Array, Tokens]:
         """Launch a decode step; return the logits, at least [rows, V], until the next launch, and the next tokens.
 
         A row is (slot, position, block before that of the position, block of the position, token id); -1 as the token
-        is the one that the last launched step has chosen for the slot.
+        is the one that the last launched step has chosen for the slot. With ``has_drafts``, several rows may have a
+        slot, at consecutive positions.
         """
         ...
 
@@ -194,10 +197,13 @@ class DecoderOps(Protocol):
         """
         raise ValueError("device: expected one whose attention reads pages, got another")
 
-    def make_steps(self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None) -> Steps:
+    def make_steps(
+        self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None, draft_rows: int
+    ) -> Steps:
         """Allocate a paged cache for the steps of up to ``rows`` sequences of ``positions`` tokens, and prepare them.
 
-        The cache holds ``tokens`` tokens, by default those that fit. Raises ValueError if memory is insufficient.
+        The cache holds ``tokens`` tokens, by default those that fit. Decode steps with drafts have up to ``draft_rows``
+        rows, 0 for none. Raises ValueError if memory is insufficient.
         """
         raise ValueError("device: expected one whose steps are launched ahead, got another")
 

@@ -188,10 +188,10 @@ class CudaOps(DecoderOps):
         return states.allocate(layers, sequences, capacity, dtype, cupy, self._free_bytes(), whole_heads=True)
 
     def make_steps(
-        self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None
+        self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None, draft_rows: int
     ) -> CudaSteps:
         blocks = cuda_steps.choose_blocks(self, rows, positions, tokens, self._free_bytes())
-        return CudaSteps(self, forward, head, rows, positions, blocks, self._batch_invariant)
+        return CudaSteps(self, forward, head, rows, positions, blocks, draft_rows, self._batch_invariant)
 
     def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
         return CudaDecodeLoop(self, step_logits, cache, sampling)
@@ -287,24 +287,29 @@ class CudaOps(DecoderOps):
         out = self._empty((b, s, spec.q_width))
         cos, sin = cache.rotations[spec.rope]
         cached = {"lengths": cache.lengths, "k": state.k, "v": state.v}
-        splits, tiles, tokens = 0, 0, cache.capacity
+        splits, tiles, tokens, has_drafts = 0, 0, cache.capacity, False
+        is_paged = isinstance(cache, CudaRows)
         if isinstance(cache, CudaRows):
             b, s, splits, tiles, tokens = b * s, 1, cache.splits, cache.tiles, BLOCK
+            has_drafts = cache.has_drafts
             cached |= {"table": cache.table, "slots": cache.slots, "work": cache.work}
         sizes = spec.heads, spec.kv_heads, spec.head_dim, cache.capacity, spec.kv_width * tokens
         norms = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
         new = {"qkv": qkv, **dict(zip(("q_norm", "k_norm"), norms, strict=True)), "cos": cos, "sin": sin}
-        if splits or (s == 1 and not tiles and not self._batch_invariant):
+        is_decode = splits or (s == 1 and not tiles and not self._batch_invariant)
+        if has_drafts or not is_decode:
+            q = self._empty((b, s, spec.q_width))
+            plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, eps, norm=has_norm, paged=is_paged)
+            self.run(plan, **cached, **new, q=q)
+        if is_decode:
             options: dict[str, Any] = {"norm": has_norm, "orders_out": order is not None, "splits": splits}
+            options["appended"] = has_drafts
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, eps, **options)
             partials, _ = attention_workspace(plan, b, spec.heads, spec.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
             positions = None if order is None else order.positions
             self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
             return out
-        q = self._empty((b, s, spec.q_width))
-        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, eps, norm=has_norm, paged=tiles > 0)
-        self.run(plan, **cached, **new, q=q)
         plan = kernels.plan_attention(self.device, b * s, s, *sizes, dtype, tiles)
         self.run(plan, **cached, q=q, out=out)
         return out if order is None else gather_columns(out, order.order)

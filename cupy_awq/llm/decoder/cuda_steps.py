@@ -57,6 +57,7 @@ class CudaRows:
         slots: int32 [M], the slot of each row.
         work: int32 [items, 4], what attention computes: tiles of rows or, in a decode step, ranges of keys.
         splits: the number of ranges of keys of a row, or 0 if ``work`` are tiles.
+        has_drafts: whether several rows of a decode step may be of one sequence.
     """
 
     layers: tuple[KvState, ...]
@@ -66,6 +67,7 @@ class CudaRows:
     slots: Array
     work: Array
     splits: int = 0
+    has_drafts: bool = False
 
     @property
     def tiles(self) -> int:
@@ -184,12 +186,13 @@ class CudaSteps(Steps):
         rows: the largest number of sequences.
         positions: the largest number of tokens of a sequence.
         blocks: the number of blocks that sequences can own.
+        draft_rows: the largest number of rows of a decode step with drafts; 0 if there are none.
         batch_invariant: whether decode steps use the attention kernel for prompts.
     """
 
     def __init__(
         self, ops: LaunchingOps, forward: Forward, head: Projection, rows: int, positions: int, blocks: int,
-        batch_invariant: bool,
+        draft_rows: int, batch_invariant: bool,
     ) -> None:  # fmt: skip
         import cupy
 
@@ -205,7 +208,7 @@ class CudaSteps(Steps):
         self._table = cupy.zeros((1 + rows, count_blocks(positions)), np.int32)
         self._newest = cupy.zeros(1 + rows, np.int32)
         self._options = cupy.asarray(np.zeros((1 + rows) * SLOT_OPTIONS.itemsize, np.uint8))
-        self._sizes = [size for size in GRAPH_SIZES if size < rows] + [next_size(rows)]
+        self._sizes = [size for size in GRAPH_SIZES if size < rows] + [next_size(max(rows, draft_rows))]
         most = self._sizes[-1]
         self._limits = cupy.zeros(most, np.float32)
         self._partials = cupy.zeros((most, MAX_SAMPLE_CTAS), np.uint64)
@@ -215,7 +218,9 @@ class CudaSteps(Steps):
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(IN_FLIGHT)]
         self._count = 0
         cupy.cuda.get_current_stream().synchronize()
-        self._graphs = {size: self._decode_graph(size) for size in reversed(self._sizes)}
+        self._graphs = {(size, False): self._decode_graph(size) for size in reversed(self._sizes)}
+        drafted = [size for size in self._sizes if 1 < size <= next_size(max(draft_rows, 1))]
+        self._graphs |= {(size, True): self._decode_graph(size, has_drafts=True) for size in reversed(drafted)}
         sizes = [size for size in PROMPT_SIZES if size < ops.prefill_chunk] + [ops.prefill_chunk]
         self._prompts = [self._prompt_graph(size, rows, size == sizes[-1]) for size in sizes]
         with self.stream:
@@ -282,9 +287,11 @@ class CudaSteps(Steps):
         copy_to(device, host, self.stream)
         return self._choose(logits, *device, samples=samples, filters=filters)
 
-    def decode(self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool) -> tuple[Array, CudaTokens]:
+    def decode(
+        self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool, has_drafts: bool = False
+    ) -> tuple[Array, CudaTokens]:
         size = self._size(len(rows))
-        graph, host = self._graphs[size], self._host_rows[self._count % IN_FLIGHT][:size]
+        graph, host = self._graphs[size, has_drafts], self._host_rows[self._count % IN_FLIGHT][:size]
         host[: len(rows)] = rows
         host[len(rows) :] = -1
         logits = graph.launch(host, self.stream)
@@ -313,7 +320,7 @@ class CudaSteps(Steps):
         self._events[at].record(self.stream)
         return CudaTokens(self._host_tokens[at][:m], self._events[at])
 
-    def _decode_graph(self, size: int) -> _DecodeGraph:
+    def _decode_graph(self, size: int, has_drafts: bool = False) -> _DecodeGraph:
         splits = 0 if self._batch_invariant else _choose_splits(self._ops, size)
         graph = _DecodeGraph(size, splits)
         written = {name: getattr(graph, name) for name in ("tokens", "lengths", "slots", "work")}
@@ -322,7 +329,7 @@ class CudaSteps(Steps):
 
         def run() -> None:
             self._ops.run(plan, rows=graph.inputs, newest=self._newest, table=self._table, **written)
-            batch = CudaRows(*cache, graph.lengths, graph.slots, graph.work, splits)
+            batch = CudaRows(*cache, graph.lengths, graph.slots, graph.work, splits, has_drafts)
             graph.result = self._head(self._forward(graph.tokens[None], batch)[0])
 
         graph.run = run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,7 +74,7 @@ class Core:
     Args:
         model: the model.
         runner: the runner of the steps.
-        max_rows, inter_token_seconds, draft: as for `Scheduler`.
+        max_rows, inter_token_seconds, make_draft: as for `Scheduler`.
         max_chunk: the largest number of prompt tokens per step; by default that of the runner.
 
     Attributes:
@@ -89,7 +89,7 @@ class Core:
         max_rows: int,
         max_chunk: int | None = None,
         inter_token_seconds: float = math.inf,
-        draft: Draft | None = None,
+        make_draft: Callable[[], Draft] | None = None,
     ) -> None:
         self._model, self._runner = model, runner
         self.scheduler = Scheduler(
@@ -97,7 +97,7 @@ class Core:
             max_rows=max_rows,
             max_chunk=max_chunk or runner.max_chunk,
             inter_token_seconds=inter_token_seconds,
-            draft=draft,
+            make_draft=make_draft,
         )
         self._rows: dict[Sequence, _Row] = {}
         self._samplers: dict[Sequence, RowSampler] = {}
@@ -162,7 +162,10 @@ class Core:
         began = time.monotonic()
         launch = None if step is None else self._runner.launch(step, self._samplers)
         if step is not None and launch is not None and launch.is_ahead:
-            self.scheduler.launch_ahead(step)
+            if self.scheduler.may_draft(step):
+                launch = launch._replace(is_ahead=False)
+            else:
+                self.scheduler.launch_ahead(step)
         previous, self._ahead = self._ahead, None
         found = self._finish(*previous) if previous else []
         if step is None or launch is None:

@@ -5,35 +5,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 LONGEST = 8
 """The largest number of a text's last tokens that are searched for in the text before; the smallest is 2."""
 
-WINDOW = 4096
-"""The number of a text's last tokens in which a draft is searched for."""
+CANDIDATES = 32
+"""The number of earlier occurrences, the most recent ones, that are compared."""
 
 
-def draft_ngram(tokens: Sequence[int], room: int) -> list[int]:
-    """Return ``room`` tokens, those after the most recent occurrence of the longest ending that occurs before, or none.
+class NgramDraft:
+    """A function of one text, which only grows between two calls: it returns a draft, or no tokens.
 
-    At the end of the tokens it starts again after the occurrence, as if they went on to repeat themselves.
+    A draft has the ``room`` tokens after the most recent occurrence of the longest ending that occurs before. At the
+    end of the tokens it starts again after the occurrence, as if they went on to repeat themselves.
 
-    >>> draft_ngram([5, 1, 2, 3, 4, 9, 1, 2, 3], 2)
-    [4, 9]
-    >>> draft_ngram([1, 2, 3], 2)
+    >>> draft = NgramDraft()
+    >>> draft([1, 2, 3], 2)
     []
+    >>> draft([1, 2, 3, 4, 9, 1, 2, 3], 2)
+    [4, 9]
     """
-    text = np.array(tokens[-WINDOW:])
-    # The places where the last token has occurred before; each round keeps those where one more token agrees.
-    ends = np.flatnonzero(text[:-1] == text[-1])
-    found = -1
-    for size in range(2, LONGEST + 1):
-        ends = ends[ends >= size - 1]
-        ends = ends[text[ends - (size - 1)] == text[-size]] if size <= len(text) else ends[:0]
-        if not len(ends):
-            break
-        found = int(ends[-1])
-    if found < 0:
-        return []
-    return [int(text[found + 1 + i % (len(text) - 1 - found)]) for i in range(room)]
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], list[int]] = {}  # where each pair of tokens ends, but for the last pair
+        self._known = 1
+
+    def __call__(self, tokens: Sequence[int], room: int) -> list[int]:
+        last = len(tokens) - 1
+        for end in range(self._known, last):
+            self._ends.setdefault((tokens[end - 1], tokens[end]), []).append(end)
+        self._known = max(self._known, last)
+        found, longest = -1, 1
+        for end in reversed(self._ends.get(tuple(tokens[-2:]), ())[-CANDIDATES:]):
+            size = 2
+            while size < LONGEST and size <= end and tokens[end - size] == tokens[last - size]:
+                size += 1
+            if size > longest:
+                found, longest = end, size
+        return [] if found < 0 else [tokens[found + 1 + i % (last - found)] for i in range(room)]

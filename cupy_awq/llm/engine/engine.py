@@ -76,12 +76,12 @@ class Engine:
             eighth of the memory, or into the free memory of a GPU.
         inter_token_seconds: the bound for the time between two tokens while prompts of others run.
         max_chunk: the largest number of prompt tokens per step; by default that of the model's back end.
-        draft: a function that guesses tokens, such as `draft.draft_ngram`, or None. It changes no text with a
-            batch-invariant model.
+        make_draft: a function that returns a function of a text that guesses its next tokens, such as
+            `draft.NgramDraft`, or None. Drafts change no text with a batch-invariant model.
         make_runner: a function with the arguments of `runner.make_runner`; for tests.
 
     Raises:
-        ValueError: the cache does not fit into memory, or ``draft`` is given for a model on a GPU.
+        ValueError: the cache does not fit into memory.
 
     Example::
 
@@ -98,7 +98,7 @@ class Engine:
         cache_tokens: int | None = None,
         inter_token_seconds: float = 0.05,
         max_chunk: int | None = None,
-        draft: Draft | None = None,
+        make_draft: Callable[[], Draft] | None = None,
         make_runner: Callable[..., Runner] = make_runner,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("cache_tokens", cache_tokens), ("max_chunk", max_chunk)):
@@ -106,11 +106,10 @@ class Engine:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.model, self.max_rows = model, max_rows
         with placement.use_device(model.model.ops.device_index):
-            runner = make_runner(model.model, max_rows, model.config.context, cache_tokens)
-        if draft is not None and not runner.has_drafts:
-            raise ValueError("draft: expected None for a model on a GPU, got a function")
+            has_drafts = make_draft is not None
+            runner = make_runner(model.model, max_rows, model.config.context, cache_tokens, has_drafts=has_drafts)
         limits: dict[str, Any] = {"max_chunk": max_chunk, "inter_token_seconds": inter_token_seconds}
-        self._core = Core(model, runner, max_rows=max_rows, draft=draft, **limits)
+        self._core = Core(model, runner, max_rows=max_rows, make_draft=make_draft, **limits)
         self._scheduler = self._core.scheduler
         self.max_tokens = runner.max_tokens
         self._sequences: dict[Generation, list[Sequence]] = {}

@@ -62,14 +62,12 @@ class Runner(Protocol):
         max_tokens: the largest number of tokens of a sequence.
         max_chunk: the largest number of prompt tokens per step.
         is_paged: whether sequences can share blocks and give them up.
-        has_drafts: whether a part of a step can have drafts.
     """
 
     blocks: int
     max_tokens: int
     max_chunk: int
     is_paged: bool
-    has_drafts: bool
 
     def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         """Start a step."""
@@ -81,7 +79,13 @@ class Runner(Protocol):
 
 
 def make_runner(
-    model: Model, rows: int, context: int, cache_tokens: int | None = None, *, is_batch: bool = False
+    model: Model,
+    rows: int,
+    context: int,
+    cache_tokens: int | None = None,
+    *,
+    is_batch: bool = False,
+    has_drafts: bool = False,
 ) -> Runner:
     """Return a runner for the model's back end.
 
@@ -91,10 +95,13 @@ def make_runner(
         context: the largest number of tokens of a sequence.
         cache_tokens: the number of tokens of all sequences, or None for those that fit.
         is_batch: True for sequences that begin together with equal sampling parameters, ``context`` tokens each.
+        has_drafts: whether steps can have drafts.
     """
     if model.ops.has_pages:
         return PagedRunner(model, context, rows * (context + BLOCK) if is_batch else cache_tokens)
-    return LoopRunner(model, rows, context) if is_batch else DeviceRunner(model, rows, context, cache_tokens)
+    if is_batch:
+        return LoopRunner(model, rows, context)
+    return DeviceRunner(model, rows, context, cache_tokens, has_drafts=has_drafts)
 
 
 class PagedRunner:
@@ -109,7 +116,7 @@ class PagedRunner:
         cache_tokens: the number of tokens of all sequences, or None for those that fit.
     """
 
-    is_paged, has_drafts = True, True
+    is_paged = True
 
     def __init__(self, model: Model, context: int, cache_tokens: int | None) -> None:
         self._model, self._pages = model, model.ops.make_pages(cache_tokens, context)
@@ -148,16 +155,16 @@ class DeviceRunner:
     followed by another before its tokens are known.
 
     Args:
-        model: the model.
-        rows: the largest number of sequences.
-        context: the largest number of tokens of a sequence.
-        cache_tokens: the number of tokens of all sequences, or None for those that fit.
+        model, rows, context, cache_tokens, has_drafts: as for `make_runner`.
     """
 
-    is_paged, has_drafts = True, False
+    is_paged = True
 
-    def __init__(self, model: Model, rows: int, context: int, cache_tokens: int | None) -> None:
-        self._model, self._steps = model, model.ops.make_steps(model.forward, model.head, rows, context, cache_tokens)
+    def __init__(
+        self, model: Model, rows: int, context: int, cache_tokens: int | None, *, has_drafts: bool = False
+    ) -> None:
+        sizes = rows, context, cache_tokens, scheduler.MAX_DRAFT_ROWS if has_drafts else 0
+        self._model, self._steps = model, model.ops.make_steps(model.forward, model.head, *sizes)
         self.blocks, self.max_chunk = self._steps.blocks, model.ops.prefill_chunk
         self.max_tokens = min(context, self.blocks * BLOCK)
         self._slots: dict[scheduler.Sequence, int] = {}
@@ -208,10 +215,12 @@ class DeviceRunner:
         rows = []
         for part in step.parts:
             blocks, tokens = part.sequence.table.blocks, part.sequence.tokens
-            at = part.start // BLOCK
-            token = tokens[part.start] if part.start < len(tokens) else -1
-            rows.append((self._slots[part.sequence], part.start, blocks[max(at - 1, 0)], blocks[at], token))
-        logits, chosen = self._steps.decode(rows, **_options(step))
+            new = [tokens[part.start] if part.start < len(tokens) else -1, *part.drafts]
+            for position, token in enumerate(new, part.start):
+                at = position // BLOCK
+                rows.append((self._slots[part.sequence], position, blocks[max(at - 1, 0)], blocks[at], token))
+        has_drafts = len(rows) > len(step.parts)
+        logits, chosen = self._steps.decode(rows, **_options(step), has_drafts=has_drafts)
 
         def finish() -> list[Outcome]:
             with self._steps.stream:
@@ -224,16 +233,27 @@ class DeviceRunner:
         self, parts: Sequence[Part], logits: Array, chosen: Tokens, samplers: Mapping[scheduler.Sequence, RowSampler]
     ) -> dict[scheduler.Sequence, Outcome]:
         """Wait for the tokens of parts, whose logits are in order, and return their outcomes."""
-        outcomes = {}
-        for i, (part, token) in enumerate(zip(parts, chosen.wait(), strict=False)):  # padding rows follow
+        outcomes, tokens, end = {}, chosen.wait(), 0
+        for part in parts:
+            rows = slice(end, end := end + 1 + len(part.drafts))
             if _needs_logits(part.sequence.request):
-                row = self._model.ops.to_numpy(logits[i : i + 1])
-                outcomes[part.sequence] = _choose(part, row, samplers[part.sequence])
-            elif token < 0:
-                outcomes[part.sequence] = Outcome(error=NAN_LOGITS)
+                logits_of = self._model.ops.to_numpy(logits[rows])
+                outcomes[part.sequence] = _choose(part, logits_of, samplers[part.sequence])
             else:
-                outcomes[part.sequence] = Outcome((TokenChoice(token),))
+                outcomes[part.sequence] = _accept(part, tokens[rows])
         return outcomes
+
+
+def _accept(part: Part, tokens: Sequence[int]) -> Outcome:
+    """Return the first of the tokens and, as long as it is the next draft, one more; see `_choose`."""
+    kept: list[TokenChoice] = []
+    for token, draft in zip(tokens, [*part.drafts, -1], strict=True):
+        if token < 0:
+            return Outcome(kept, NAN_LOGITS)
+        kept.append(TokenChoice(token))
+        if token != draft:
+            break
+    return Outcome(kept)
 
 
 def _needs_logits(request: Request) -> bool:
@@ -261,7 +281,7 @@ class LoopRunner:
         capacity: the largest number of tokens of a sequence.
     """
 
-    is_paged, has_drafts = False, False
+    is_paged = False
     max_chunk = sys.maxsize  # so all prompts run in one step, before the loop decodes
 
     def __init__(self, model: Model, rows: int, capacity: int) -> None:

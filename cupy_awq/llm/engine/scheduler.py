@@ -30,7 +30,7 @@ EXPECTED_TOKENS = 256
 """The number of tokens of a completion for which admission keeps blocks free."""
 
 Draft = Callable[[Tokens[int], int], Tokens[int]]
-"""A function that guesses the tokens that follow some tokens, at most a given number of them."""
+"""A function that guesses the tokens that follow those of a text, at most a given number of them."""
 
 MAX_DRAFT_ROWS, MAX_DRAFT = 16, 7
 """The largest numbers of rows of a step with drafts, and of drafts of a sequence. So more than eight sequences have no
@@ -59,6 +59,7 @@ class Sequence:
         draft_from: the number of tokens from which on the sequence may have drafts.
         turn: the number of earlier admissions of any sequence when this one was last admitted.
         ahead: the number of steps that have been launched for this sequence and not finished, each of one token.
+        draft: the function that drafts its tokens, or None.
     """
 
     request: Request
@@ -74,6 +75,7 @@ class Sequence:
     draft_from: int = 0
     turn: int = 0
     ahead: int = 0
+    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -135,7 +137,7 @@ class Scheduler:
         max_chunk: the largest number of prompt tokens per step.
         inter_token_seconds: the bound for the time between two tokens of a sequence, as far as `MIN_CHUNK` permits it,
             or infinity.
-        draft: the function that drafts tokens, or None.
+        make_draft: a function that returns the `Draft` of a sequence, or None.
     """
 
     def __init__(
@@ -145,10 +147,10 @@ class Scheduler:
         max_rows: int,
         max_chunk: int,
         inter_token_seconds: float,
-        draft: Draft | None = None,
+        make_draft: Callable[[], Draft] | None = None,
     ) -> None:
         self.pool, self._max_rows, self._max_chunk = pool, max_rows, max_chunk
-        self._inter_token_seconds, self._draft = inter_token_seconds, draft
+        self._inter_token_seconds, self._make_draft = inter_token_seconds, make_draft
         self._waiting: dict[str, deque[Sequence]] = {}
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []  # in order of age
@@ -173,6 +175,8 @@ class Scheduler:
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Let a sequence wait, behind the others with its key or, if ``first``, before them."""
         key = sequence.request.key
+        if self._make_draft is not None:
+            sequence.draft = self._make_draft()
         # A returning key starts level with the others, else its old count would give it the next steps.
         if key not in self._served:
             self._served[key] = min(self._served.values(), default=0)
@@ -214,6 +218,10 @@ class Scheduler:
         """Note that a decode step without drafts runs while `next_step` is asked for the one after it."""
         for part in step.parts:
             part.sequence.ahead += 1
+
+    def may_draft(self, step: Step) -> bool:
+        """Return whether the step after a decode step may have drafts; it then needs the tokens of this step."""
+        return any(part.drafts or self._drafts(part.sequence, len(step.parts)) for part in step.parts)
 
     def land(self, step: Step) -> Step:
         """Return the parts of a step that was launched ahead, without those of sequences that have left since."""
@@ -301,16 +309,18 @@ class Scheduler:
             while sequence.table.blocks and not self.pool.reserve(sequence.table, known):
                 self._preempt(max(self.rows, key=lambda row: row.turn))  # perhaps the sequence itself
         parts = [Part(s, s.table.computed + s.ahead, 1) for s in running if s.table.blocks]
-        if self._draft is None or not parts:
-            return tuple(parts)
-        most = min(MAX_DRAFT, MAX_DRAFT_ROWS // len(parts) - 1)
         for i, (sequence, start, size, _) in enumerate(parts):
-            room = min(most, sequence.limit - len(sequence.tokens) - 1)
-            room = room if len(sequence.tokens) >= sequence.draft_from else 0
-            drafts = tuple(self._draft(sequence.tokens, room)) if room > 0 else ()
+            drafts = () if sequence.ahead else self._drafts(sequence, len(parts))
             if drafts and self.pool.reserve(sequence.table, len(sequence.tokens) + len(drafts)):
                 parts[i] = Part(sequence, start, size, drafts)
         return tuple(parts)
+
+    def _drafts(self, sequence: Sequence, rows: int) -> tuple[int, ...]:
+        """Return the drafts after the known tokens of a sequence in a step of some sequences."""
+        room = min(MAX_DRAFT, MAX_DRAFT_ROWS // rows - 1, sequence.limit - len(sequence.tokens) - 1)
+        if sequence.draft is None or room < 1 or len(sequence.tokens) < sequence.draft_from:
+            return ()
+        return tuple(sequence.draft(sequence.tokens, room))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the blocks of a sequence, and let it wait before the others with its key."""
