@@ -26,7 +26,7 @@ class NgramDraft:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, int], list[int]] = {}  # where each pair of tokens ends, but for the last pair
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # where each pair of tokens ends, but for the last pair
         self._known = 1
 
     def __call__(self, tokens: Sequence[int], room: int) -> list[int]:
