@@ -40,8 +40,8 @@ def completion(request: Request, choice: int = 0) -> list[int]:
 class FakeRunner:
     """A runner whose cache blocks hold tokens instead of keys and values.
 
-    It raises AssertionError if the blocks of a sequence do not hold all its earlier tokens. If ``is_ahead``, decode
-    steps are launched ahead, and the runner knows the tokens that they chose before its caller does.
+    It raises AssertionError if the blocks of a sequence do not hold all its earlier tokens. If ``is_ahead``, steps
+    are launched ahead, and the runner knows the tokens that they chose before its caller does.
     """
 
     is_paged, max_chunk = True, 128
@@ -81,7 +81,7 @@ class FakeRunner:
                 if chosen[-1].token != draft:
                     break
             outcomes.append(Outcome(chosen))
-        return Launch(lambda: outcomes, self.is_ahead and not step.is_prompt)
+        return Launch(lambda: outcomes, self.is_ahead)
 
     def wait(self) -> None:
         pass

@@ -222,10 +222,10 @@ class CompletionBody(Body, kw_only=True):
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids."""
         given = self.prompt
-        if isinstance(given, str) or (given and all(type(item) is int for item in given)):
+        kinds = set(map(type, given))
+        if isinstance(given, str) or kinds == {int}:
             return [given]
-        kinds = {type(item) for item in given}
-        are_ids = kinds == {list} and all(type(token) is int for item in given for token in item)
+        are_ids = kinds == {list} and all(set(map(type, item)) <= {int} for item in given)
         if not 1 <= len(given) <= MAX_PROMPTS or not (kinds == {str} or are_ids):
             message = f"prompt: expected a text, token ids, or up to {MAX_PROMPTS} of either, got {len(given)} items"
             raise ApiError(400, message, param="prompt")

@@ -162,7 +162,7 @@ class Core:
         began = time.monotonic()
         launch = None if step is None else self._runner.launch(step, self._samplers)
         if step is not None and launch is not None and launch.is_ahead:
-            if self.scheduler.may_draft(step):
+            if not step.is_prompt and self.scheduler.may_draft(step):
                 launch = launch._replace(is_ahead=False)
             else:
                 self.scheduler.launch_ahead(step)

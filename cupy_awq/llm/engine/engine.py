@@ -178,10 +178,9 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ValueError if the vocabulary, the context or the cache does not permit a request."""
         vocab, size = self.model.config.vocab, len(request.prompt)
-        wrong = [token for token in request.prompt if not 0 <= token < vocab]
-        wrong += [token for token in request.logit_bias if token >= vocab]
-        if wrong:
-            raise ValueError(f"prompt, logit_bias: expected tokens of 0 to {vocab - 1}, got {wrong[0]}")
+        for token in (min(request.prompt), max(request.prompt), max(request.logit_bias, default=0)):
+            if not 0 <= token < vocab:
+                raise ValueError(f"prompt, logit_bias: expected tokens of 0 to {vocab - 1}, got {token}")
         if size >= self.max_tokens:
             got = show_count(size, self.max_tokens)
             raise ValueError(f"prompt: expected fewer tokens than the context of {self.max_tokens}, got {got}")

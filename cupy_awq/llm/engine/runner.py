@@ -149,7 +149,7 @@ class PagedRunner:
 
 
 class DeviceRunner:
-    """A runner on a GPU: decode steps are launched ahead of the host, and choose most tokens on the device.
+    """A runner on a GPU: steps are launched ahead of the host, and choose most tokens on the device.
 
     Rows whose requests need their logits on the host (`_needs_logits`) are chosen there; a step with such a row is not
     followed by another before its tokens are known.
@@ -199,17 +199,21 @@ class DeviceRunner:
         hidden = steps.prompt([(slots[part.sequence], part.start, part.tokens) for part in step.parts])
         ends = list(itertools.accumulate(part.size for part in step.parts))
         last = [(part, end - 1) for part, end in zip(step.parts, ends, strict=True) if part.is_last]
-        chosen: dict[scheduler.Sequence, Outcome] = {}
         if last:
             logits = steps.last_logits(hidden, [row for _, row in last])
             rows = [(slots[part.sequence], part.start + part.size - 1) for part, _ in last]
             tokens = steps.choose(logits, rows, **_options(step))
-            chosen = self._outcomes([part for part, _ in last], logits, tokens, samplers)
-        outcomes = []
-        for part, end in zip(step.parts, ends, strict=True):
-            scored = _score(self._model, part, part.start, hidden[end - part.size : end])
-            outcomes.append(chosen.get(part.sequence, Outcome())._replace(scored=scored))
-        return Launch(lambda: outcomes)
+
+        def finish() -> list[Outcome]:
+            with steps.stream:
+                chosen = self._outcomes([part for part, _ in last], logits, tokens, samplers) if last else {}
+                outcomes = []
+                for part, end in zip(step.parts, ends, strict=True):
+                    scored = _score(self._model, part, part.start, hidden[end - part.size : end])
+                    outcomes.append(chosen.get(part.sequence, Outcome())._replace(scored=scored))
+                return outcomes
+
+        return Launch(finish, not any(_needs_logits(part.sequence.request) for part in step.parts))
 
     def _decode(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         rows = []
@@ -260,7 +264,8 @@ def _needs_logits(request: Request) -> bool:
     """Return whether the tokens of a request are chosen on the host."""
     has_penalty = request.sampling.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty
     is_limited = request.logit_bias or request.min_tokens or request.make_constraint is not None
-    return bool(has_penalty or is_limited or request.logprobs is not None)
+    is_scored = request.logprobs is not None or request.prompt_logprobs is not None
+    return bool(has_penalty or is_limited or is_scored)
 
 
 def _options(step: Step) -> dict[str, bool]:

@@ -58,7 +58,8 @@ class Sequence:
         acceptance: the share of correct drafts, the latest with the largest weight.
         draft_from: the number of tokens from which on the sequence may have drafts.
         turn: the number of earlier admissions of any sequence when this one was last admitted.
-        ahead: the number of steps that have been launched for this sequence and not finished, each of one token.
+        ahead: the number of steps that have been launched for this sequence and not finished; a decode step is of one
+            token.
         draft: the function that drafts its tokens, or None.
     """
 
@@ -207,15 +208,16 @@ class Scheduler:
         while self._admit_one(now):
             pass
         is_bounded = self._decoding and self._inter_token_seconds < math.inf
-        if self._prefilling and not (self._was_prompt and is_bounded):
+        chunk = () if self._was_prompt and is_bounded else tuple(self._chunk(now))
+        if chunk:
             self._was_prompt = True
-            return Step(tuple(self._chunk(now)), True)
+            return Step(chunk, True)
         self._was_prompt = False
         parts = self._decode_parts()
         return Step(parts, False) if parts else None
 
     def launch_ahead(self, step: Step) -> None:
-        """Note that a decode step without drafts runs while `next_step` is asked for the one after it."""
+        """Note that a step without drafts runs while `next_step` is asked for the one after it."""
         for part in step.parts:
             part.sequence.ahead += 1
 
@@ -228,7 +230,7 @@ class Scheduler:
         parts = tuple(part for part in step.parts if part.sequence.ahead)
         for part in parts:
             part.sequence.ahead -= 1
-        return Step(parts, False)
+        return Step(parts, step.is_prompt)
 
     def finish_step(self, step: Step, chosen: Tokens[Tokens[int]], seconds: float) -> None:
         """Record the tokens that each part of a step chose, and the time that the step took in seconds."""
@@ -294,7 +296,7 @@ class Scheduler:
             is_late = now - sequence.arrival > PATIENCE_SECONDS and not self._is_patient
             return (sequence.arrival if is_late else now), sequence.remaining
 
-        for sequence in sorted(self._prefilling, key=order):
+        for sequence in sorted((s for s in self._prefilling if not s.ahead), key=order):
             count = min(sequence.remaining, room)
             if count:
                 yield Part(sequence, sequence.table.computed, count)
