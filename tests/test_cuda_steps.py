@@ -19,6 +19,7 @@ from cupy_awq.llm import Engine, LanguageModel, Request, Sampling
 from cupy_awq.llm.decoder import cuda_steps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_steps import next_size
+from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.llm.engine.runner import DeviceRunner
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.runtime import launcher
@@ -171,6 +172,27 @@ def test_drafts_change_no_token(tmp_path: Path, batch_invariant: bool) -> None:
         check_greedy(files, list(request.prompt), tokens)
         assert tokens == wanted or not batch_invariant
     assert fewer < steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_engine_on_a_gpu_generates_what_the_formulas_say(tmp_path: Path, batch_invariant: bool) -> None:
+    """Long and short prompts share chunks, some tokens are chosen on the host, and drafts change no text."""
+    folder = llm_models.folder(tmp_path, LLAMA)
+    files, model = llm.read(folder), llm.load(folder, device="cuda", batch_invariant=batch_invariant)
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_stop_tokens": True}
+    requests = [Request((*IDS, *IDS)[:count], **options) for count in (1, 5, 31, 32, 33, 64, 65, 100)]
+    requests.append(Request(tuple(IDS), logprobs=3, **options))
+    found = []
+    for make_draft in (None, NgramDraft):
+        with Engine(model, max_rows=6, cache_tokens=2000, make_draft=make_draft) as engine:
+            live = [engine.submit(request) for request in requests]
+            found.append([generation.result()[0].tokens for generation in live])
+            assert engine.stats().free_blocks == engine.stats().blocks
+    for texts in found:
+        for request, tokens in zip(requests, texts, strict=True):
+            check_greedy(files, list(request.prompt), tokens)
+    assert found[0] == found[1] or not batch_invariant
 
 
 def test_sizes_of_graphs_waste_less_than_half_of_the_rows() -> None:

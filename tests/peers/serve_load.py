@@ -20,7 +20,6 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cupy_awq.tools.table import render
@@ -117,7 +116,6 @@ def main() -> None:
     parser.add_argument("--flood-tokens", type=int, default=8192, help="tokens of each of their prompts")
     parser.add_argument("--vocab", type=int, default=10_000, help="prompts have tokens below this")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", help="a JSON file for the arguments and the table")
     args = parser.parse_args()
     if args.model is None:
         import urllib.request
@@ -129,8 +127,6 @@ def main() -> None:
             args.model = json.load(reply)["data"][0]["id"]
     asyncio.run(run_one(args, args.seed - 1, Result(), args.prompt_tokens, 2))
     rows = [asyncio.run(run(args, clients)) for clients in args.clients]
-    if args.output:
-        Path(args.output).write_text(json.dumps({**vars(args), "rows": rows}, indent=1) + "\n")
     texts = [[f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items()] for row in rows]
     print(render(tuple(COLUMNS), texts))
 
