@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cupy_awq.llm.decoder.block_pool import BLOCK, BlockPool, BlockTable
+from cupy_awq.llm.engine.prompt_times import PromptTimes
 from cupy_awq.llm.engine.request import Request
 
 MIN_CHUNK = 64
@@ -159,7 +160,7 @@ class Scheduler:
         self._turns = 0
         self._was_prompt = False
         self._is_patient = False
-        self._prompt_rate = 0.0  # in tokens per second, as a running mean over steps with prompts; 0 before the first
+        self._prompt_times = PromptTimes()
         self._decode_seconds = 0.0
         self.preemptions = 0
 
@@ -234,9 +235,8 @@ class Scheduler:
 
     def finish_step(self, step: Step, chosen: Tokens[Tokens[int]], seconds: float) -> None:
         """Record the tokens that each part of a step chose, and the time that the step took in seconds."""
-        count = sum(part.size for part in step.parts)
         if step.is_prompt:
-            self._prompt_rate = _mean(self._prompt_rate, count / max(seconds, 1e-9))
+            self._prompt_times.learn([(part.start, part.size) for part in step.parts], seconds)
         else:
             self._decode_seconds = _mean(self._decode_seconds, seconds)
         for part, tokens in zip(step.parts, chosen, strict=True):
@@ -287,20 +287,23 @@ class Scheduler:
     def _chunk(self, now: float) -> Iterator[Part]:
         """Yield the parts of a step with prompts: the shortest first or, in every other step, the longest waiting."""
         self._is_patient = not self._is_patient
-        room = self._max_chunk
-        if self._decoding and self._inter_token_seconds < math.inf:
-            fitting = self._prompt_rate * (self._inter_token_seconds - self._decode_seconds)
-            room = min(max(int(fitting) // MIN_CHUNK * MIN_CHUNK, MIN_CHUNK), room)
+        room, is_bounded = self._max_chunk, self._decoding and self._inter_token_seconds < math.inf
+        taken = 0
 
         def order(sequence: Sequence) -> tuple[float, int]:
             is_late = now - sequence.arrival > PATIENCE_SECONDS and not self._is_patient
             return (sequence.arrival if is_late else now), sequence.remaining
 
         for sequence in sorted((s for s in self._prefilling if not s.ahead), key=order):
+            start = sequence.table.computed
+            if is_bounded:  # as if the tokens of the other sequences came before, at the same start
+                seconds = self._inter_token_seconds - self._decode_seconds
+                fitting = int(self._prompt_times.count_tokens(start, seconds)) // MIN_CHUNK * MIN_CHUNK
+                room = min(room, max(fitting, MIN_CHUNK) - taken)
             count = min(sequence.remaining, room)
-            if count:
-                yield Part(sequence, sequence.table.computed, count)
-            room -= count
+            if count > 0:
+                yield Part(sequence, start, count)
+                room, taken = room - count, taken + count
 
     def _decode_parts(self) -> tuple[Part, ...]:
         """Return the newest token of each decoding sequence, after making room for it, and drafts."""
