@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cupy_awq.llm import Engine, LanguageModel, load
-from cupy_awq.llm.engine.draft import draft_ngram
+from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.serve import http as transport
 from cupy_awq.serve.constraint import MAX_CACHED, Grammars
 from tests import llm_models
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def running(model: LanguageModel) -> Iterator[Running]:
-    with Running(Engine(model, max_rows=8, cache_tokens=1024, draft=draft_ngram)) as server:
+    with Running(Engine(model, max_rows=8, cache_tokens=1024, make_draft=NgramDraft)) as server:
         yield server
 
 

@@ -9,8 +9,8 @@
 //   q, out   X [m, heads, HEAD_DIM]
 //   lengths  int32 [sequences], the number of tokens of a sequence before its first new token; not used with PAGED
 //   k, v     the KV cache (kv_cache.cuh). work has {first row, number of rows, position of the first row, slot} of each
-//            tile of up to 64 consecutive rows of one sequence; the position -1, that of a padding row, means 0, and a tile
-//            without rows is empty. slots is not used.
+//            tile of up to 64 consecutive rows of one sequence, or of none; the position -1, that of a padding row,
+//            means 0. slots is not used.
 //
 // Limits: HEAD_DIM is a multiple of 16 up to 128. Architectures: sm_80 and newer.
 // Grid (ceil(steps / 64), heads, sequences), with PAGED (tiles, heads, 1): a CTA computes a tile of up to 64 queries,

@@ -5,11 +5,11 @@
 #include "common/types.cuh"
 
 // Returns the number of keys per range of a row that attends to `keys` keys, a multiple of a block of the cache. A row
-// has about SPLITS ranges of at least MIN_SPLIT_KEYS keys, more if they would have more than RANGE_KEYS keys, and at
-// most MAX_SPLITS.
+// has about SPLITS equal ranges of at least MIN_SPLIT_KEYS keys, more if they would have more than RANGE_KEYS keys, and
+// at most MAX_SPLITS.
 __device__ __forceinline__ int range_size(int keys) {
   constexpr int kBlock = 32;
-  auto even = [&](int ranges) { return ceil_div(ceil_div(keys, ranges), kBlock) * kBlock; };
   if (keys <= UNSPLIT_KEYS) return UNSPLIT_KEYS;
-  return min(max(even(SPLITS), MIN_SPLIT_KEYS), max(even(MAX_SPLITS), RANGE_KEYS));
+  const int ranges = min(max(SPLITS, ceil_div(keys, RANGE_KEYS)), MAX_SPLITS);
+  return max(ceil_div(ceil_div(keys, ranges), kBlock) * kBlock, MIN_SPLIT_KEYS);
 }

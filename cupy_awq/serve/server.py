@@ -207,19 +207,18 @@ class Server:
         encode = functools.partial(self._model.encode, raw=True, limit=self._engine.max_tokens)
         prompts = body.prompts()
         texts = [(p if isinstance(p, str) else self._model.tokenizer.decode(p)) if body.echo else "" for p in prompts]
-        encoders: list[Callable[[], list[int]]]
-        encoders = [functools.partial(encode, p) if isinstance(p, str) else functools.partial(list, p) for p in prompts]
+        encoders = [functools.partial(encode, p) if isinstance(p, str) else p for p in prompts]
         return await self._answer(request, body, encoders, texts)
 
     async def _answer(
         self,
         request: Request,
         body: protocol.Body,
-        encoders: Sequence[Callable[[], list[int]]],
+        encoders: Sequence[Callable[[], list[int]] | list[int]],
         texts: Sequence[str],
         tools: ToolUse | None = None,
     ) -> Any:
-        """Run a request: encode its prompts and submit them; then return the reply or a stream of it."""
+        """Run a request: encode its texts and submit its prompts; then return the reply or a stream of it."""
         self._check_model(body.model)
         options = body.options()
         n = options.get("n", 1)
@@ -234,11 +233,11 @@ class Server:
         options |= {"continues": not is_chat, "key": self._key(request), "salt": self._salt(request)}
         options |= {"queue_seconds": self._settings.queue_seconds, "run_seconds": self._settings.run_seconds}
         options.setdefault("max_tokens", self._engine.max_tokens)
-        requests = [EngineRequest(tuple(await run(self._threads, encode)), **options) for encode in encoders]
+        prompts = [await run(self._threads, encode) if callable(encode) else encode for encode in encoders]
+        requests = [EngineRequest(tuple(prompt), **options) for prompt in prompts]
         for one in requests:
             self._engine.check(one)
         generations: list[Generation] = []
-        prompts = [one.prompt for one in requests]
         parser = tools.parser if tools else lambda: None
         has_logprobs = options["logprobs"] is not None
         reply = Reply(self._model.tokenizer, self._settings.name, is_chat, has_logprobs, texts, prompts, n, parser)

@@ -109,6 +109,10 @@ class Steps(Protocol):
         """
         ...
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits for the work that has been launched before this call."""
+        ...
+
     def wait(self) -> None:
         """Wait for all launched work."""
         ...

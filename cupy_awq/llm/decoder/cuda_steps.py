@@ -301,6 +301,14 @@ class CudaSteps(Steps):
         """Return the number of rows of the decode step, and of the head, for some rows."""
         return next(size for size in self._sizes if size >= rows)
 
+    def mark(self) -> Callable[[], None]:
+        import cupy
+
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
     def wait(self) -> None:
         self.stream.synchronize()
 

@@ -169,7 +169,7 @@ class DeviceRunner:
         self.max_tokens = min(context, self.blocks * BLOCK)
         self._slots: dict[scheduler.Sequence, int] = {}
         self._free = list(range(rows, 0, -1))
-        self._moved: set[scheduler.Sequence] = set()  # those whose blocks may have been replaced after their prompts
+        self._landed: set[scheduler.Sequence] = set()  # those whose blocks may be replaced now, after their prompts
 
     def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         """Launch a step; see `Runner.launch`."""
@@ -180,15 +180,15 @@ class DeviceRunner:
     def _assign_slots(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> None:
         for sequence in [s for s in self._slots if s not in samplers or not s.table.blocks]:
             self._free.append(self._slots.pop(sequence))
-            self._moved.discard(sequence)
+            self._landed.discard(sequence)
         for part in step.parts:
             sequence = part.sequence
-            if step.is_prompt or sequence in self._moved:
+            if step.is_prompt or sequence in self._landed:
                 if sequence not in self._slots:
                     self._slots[sequence] = self._free.pop()
                 sampling = sequence.request.sampling
                 self._steps.assign(self._slots[sequence], sampling, sequence.choice, sequence.table.blocks)
-                self._moved.add(sequence) if step.is_prompt else self._moved.remove(sequence)
+                self._landed.discard(sequence)
 
     def wait(self) -> None:
         """Wait for the step that has been launched ahead."""
@@ -203,8 +203,11 @@ class DeviceRunner:
             logits = steps.last_logits(hidden, [row for _, row in last])
             rows = [(slots[part.sequence], part.start + part.size - 1) for part, _ in last]
             tokens = steps.choose(logits, rows, **_options(step))
+        wait = steps.mark()
 
         def finish() -> list[Outcome]:
+            wait()
+            self._landed.update(part.sequence for part in step.parts)
             with steps.stream:
                 chosen = self._outcomes([part for part, _ in last], logits, tokens, samplers) if last else {}
                 outcomes = []

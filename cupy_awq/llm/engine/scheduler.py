@@ -218,9 +218,14 @@ class Scheduler:
         return Step(parts, False) if parts else None
 
     def launch_ahead(self, step: Step) -> None:
-        """Note that a step without drafts runs while `next_step` is asked for the one after it."""
+        """Note that a step without drafts runs while `next_step` is asked for the one after it.
+
+        Sequences whose prompts end with the step then decode.
+        """
         for part in step.parts:
             part.sequence.ahead += 1
+            if step.is_prompt and part.is_last:
+                self._begin_decoding(part.sequence)
 
     def may_draft(self, step: Step) -> bool:
         """Return whether the step after a decode step may have drafts; it then needs the tokens of this step."""
@@ -248,9 +253,12 @@ class Scheduler:
             self._served[sequence.request.key] += part.size + max(len(tokens) - 1, 0)
             if part.drafts:
                 sequence.learn(max(len(tokens) - 1, 0) / len(part.drafts))
-            if step.is_prompt and tokens:
-                self._prefilling.remove(sequence)
-                self._decoding.append(sequence)
+            if tokens and sequence in self._prefilling:
+                self._begin_decoding(sequence)
+
+    def _begin_decoding(self, sequence: Sequence) -> None:
+        self._prefilling.remove(sequence)
+        self._decoding.append(sequence)
 
     def _admit_one(self, now: float) -> bool:
         """Admit the next waiting sequence, if there is room; return whether it was admitted."""
@@ -313,7 +321,7 @@ class Scheduler:
             known = len(sequence.tokens) + sequence.ahead
             while sequence.table.blocks and not self.pool.reserve(sequence.table, known):
                 self._preempt(max(self.rows, key=lambda row: row.turn))  # perhaps the sequence itself
-        parts = [Part(s, s.table.computed + s.ahead, 1) for s in running if s.table.blocks]
+        parts = [Part(s, len(s.tokens) - 1 + s.ahead, 1) for s in running if s.table.blocks]
         for i, (sequence, start, size, _) in enumerate(parts):
             drafts = () if sequence.ahead else self._drafts(sequence, len(parts))
             if drafts and self.pool.reserve(sequence.table, len(sequence.tokens) + len(drafts)):
