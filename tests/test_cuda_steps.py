@@ -57,15 +57,16 @@ class SteppingOps(SimulatedOps):
 
 
 @pytest.fixture
-def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace what `CudaSteps` needs of CuPy; a captured graph runs its launches again."""
+def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replace what `CudaSteps` needs of CuPy; a captured graph runs its launches again. Return the awaited events."""
+    waited: list[Any] = []
 
     class Event:
         def record(self, stream: Any) -> None:
             pass
 
         def synchronize(self) -> None:
-            pass
+            waited.append(self)
 
     def pinned(shape: tuple[int, ...], index: int) -> tuple[Any, Any]:
         memory = np.full(shape, -7, np.int32)
@@ -93,6 +94,7 @@ def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for stub in (pinned, copy_to, capture, gather_rows, load_functions):
         monkeypatch.setattr(cuda_steps, stub.__name__, stub)
+    return waited
 
 
 def load(folder: Path, **options: Any) -> tuple[LanguageModel, Any]:
@@ -130,6 +132,15 @@ def test_sequences_in_blocks_get_their_tokens_at_once_and_after_a_shared_prefix(
         assert again.cached_tokens == 64
         assert tokens == found[0] or not batch_invariant
         assert engine.stats().free_blocks == engine.stats().blocks == 10
+
+
+def test_each_part_of_a_prompt_is_waited_for(tmp_path: Path, steps: list[Any]) -> None:
+    """The scheduler learns the time that a part of a prompt takes, also if the part chooses no token."""
+    model, _ = load(tmp_path)
+    with Engine(model, max_rows=1, cache_tokens=320, max_chunk=32, make_runner=DeviceRunner) as engine:
+        engine.submit(Request(tuple(IDS), max_tokens=1, ignore_stop_tokens=True)).result()
+        assert engine.stats().steps == 3
+    assert len(set(steps)) >= 3
 
 
 @pytest.mark.usefixtures("steps")
