@@ -2,7 +2,7 @@
 """Write RESULTS.md and the README's table of figures from the JSON files of this folder; needs no GPU.
 
     python tests/peers/render.py            # RESULTS.md and the table of the README
-    python tests/peers/render.py --plot     # and h100.png
+    python tests/peers/render.py --plot     # and h100.png and serving.png
 
 h100.json, h200.json, tables/random_*.json and tables/untuned_*.json are written by compare.py, tables/experts_*.json by
 moe.py. Each other file of tables/ holds one table that another command printed: title, gpu, commands, text, columns and
@@ -104,6 +104,32 @@ def plot(run: Comparison, path: Path) -> None:
     figure.savefig(path)
 
 
+def plot_serving(path: Path) -> None:
+    """Plot the table of the server under load: throughput, and the times to the first token and between tokens."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    data = json.loads((HERE / "tables" / "serving.json").read_text(encoding="utf-8"))
+    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
+    columns = dict(zip(data["columns"], zip(*data["rows"], strict=True), strict=True))
+    for axes, (title, names) in zip(figure.subplots(1, 3), SERVING_PANELS.items(), strict=True):
+        for name, color in names.items():
+            axes.plot(columns["clients"], columns[name], marker="o", markersize=4, label=name, color=color)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xticks(columns["clients"], [str(count) for count in columns["clients"]])
+        axes.minorticks_off()
+        axes.set_xlabel("clients")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    figure.suptitle(f"{data['title']}, {data['gpu']}", fontsize=11)
+    figure.savefig(path)
+
+
 def table(path: Path) -> str:
     """Return the section of RESULTS.md for one file of tables/, with as many decimals throughout a column."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -154,11 +180,19 @@ SECTIONS = {
     "W4A8 and W8A8": ("w4a8", "w4a8_linear", "w4a8_1024", "w4a8_blocks_32", "w4a8_few_rows", "w4a8_rows"),
     "Convolution": ("conv2d",),
     "GPUs without wgmma": ("mma_sync", "mma_sync_decode", "modelled"),
+    "Serving": ("serving", "serving_prompts", "speculation"),
     "Language models": ("language_models", "decode", "smollm2", "quantizers", "quantizer_h100"),
     "Checkpoint formats": ("format_writers", "read_back"),
 }
 """The names of the files of tables/ in each section of the page, in the page's order."""
 
+
+SERVING_PANELS = {
+    "tokens/s": {"tokens/s": "black", "bare step": "tab:blue", "vLLM FP8": "tab:orange"},
+    "time to the first token, ms": {"first ms": "black", "first p95": "tab:red"},
+    "time between tokens, ms": {"between ms": "black", "between p99": "tab:red"},
+}
+"""The panels of the plot of the server under load: their titles, and the columns of the table with their colors."""
 
 UNTUNED_HEADERS = (
     ("M", "ours / floor", "plain read / floor", "best peer / ours", "over 5% slower", "worst cell"),
@@ -192,7 +226,8 @@ def results() -> str:
     parts += untuned_section()
     parts += experts_section()
     for title, names in SECTIONS.items():
-        parts += [f"## {title}\n", *(table(HERE / "tables" / f"{name}.json") for name in names)]
+        parts += [f"## {title}\n", *(["![The server under load](serving.png)\n"] if title == "Serving" else [])]
+        parts += [table(HERE / "tables" / f"{name}.json") for name in names]
     return "\n".join(parts)
 
 
@@ -204,12 +239,13 @@ def with_bands(readme: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", action="store_true", help="draw h100.png (needs matplotlib)")
+    parser.add_argument("--plot", action="store_true", help="draw the plots (needs matplotlib)")
     arguments = parser.parse_args()
     RESULTS.write_text(results(), encoding="utf-8")
     README.write_text(with_bands(README.read_text(encoding="utf-8")), encoding="utf-8")
     if arguments.plot:
         plot(Comparison.read(HERE / "h100.json"), HERE / "h100.png")
+        plot_serving(HERE / "serving.png")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> None:
 
     def run(requests: Sequence[Request]) -> tuple[float, float, list[list[int]]]:
         before, began = engine.stats(), time.perf_counter()
-        texts = [generation.result()[0].tokens for generation in map(engine.submit, requests)]
+        texts = [generation.result()[0].tokens for generation in list(map(engine.submit, requests))]
         seconds, stats = time.perf_counter() - began, engine.stats()
         count = stats.completion_tokens - before.completion_tokens
         return count / seconds, count / (stats.steps - before.steps), texts
