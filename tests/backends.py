@@ -23,17 +23,28 @@ BACKENDS = ("latest", GPU)
 LANDINGS = ("latest", "earliest", GPU)
 """The names of all back ends: the simulator with copies that land as late and as early as PTX allows, and the GPU."""
 
-few_examples = hypothesis.settings(max_examples=4)
-"""The settings of tests that draw problems for simulated kernels, as each example compiles another kernel for a second.
-"""
+is_complete = True
+"""Whether the run includes slow tests, which `conftest` sets before it collects; other runs simulate half as much."""
+
+
+def few_examples(test: Any) -> Any:
+    """Decorate a test that draws problems for simulated kernels: each example compiles another kernel for a second."""
+    return hypothesis.settings(max_examples=4 if is_complete else 2)(test)
 
 
 def sample(configs: Sequence[Any], backend: str, step: int, first: int) -> Sequence[Any]:
     """Return all configurations for the GPU, and every ``step``-th for the simulator, which takes a second for each.
 
-    The cases of a test pass different ``first``, so that together they simulate most configurations.
+    The cases of a test pass different ``first``, so that together they simulate most configurations. A run without slow
+    tests simulates half of the sample.
     """
+    step *= 1 if is_complete else 2
     return configs if backend == "gpu" else configs[first % step :: step]
+
+
+def half(cases: Sequence[Any]) -> list[Any]:
+    """Return the cases of a simulated test as its parameters: the first, third, ...; the others are marked slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] if i % 2 else []) for i, case in enumerate(cases)]
 
 
 def runner(backend: str) -> Run:

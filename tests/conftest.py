@@ -30,7 +30,7 @@ from cupy_awq.llm import LanguageModel
 from cupy_awq.runtime import disk_cache
 from cupy_awq.runtime.device import forced_arch
 from cupy_awq.tools.table import render
-from tests import llm_models, simt
+from tests import backends, llm_models, simt
 
 # The first example of a test may take long, as it compiles a kernel.
 hypothesis.settings.register_profile("cupy_awq", deadline=None)
@@ -46,8 +46,8 @@ MAX_WORKERS = 8
 ARCHS = (60, 75, 80, 90)
 """The compute capabilities, one for each path of the kernels: plain CUDA, sm_75, sm_80 and sm_90a."""
 
-NOT_SLOW, EVERYTHING = "not (slow or repetition)", "slow or not slow"
-"""The values of the option -m by default and for all tests."""
+NOT_SLOW, NOT_REPEATED, EVERYTHING = "not (slow or repetition)", "slow or not repetition", "slow or not slow"
+"""The values of the option -m by default, for `.ci/run --all`, and for all tests."""
 
 SIMULATED = {"backend", "landing"}
 """The names of test parameters by which a test runs kernels on the simulator, such as "latest" or "earliest"."""
@@ -105,7 +105,7 @@ def names_tests(config: pytest.Config) -> bool:
 
 def is_whole_run(config: pytest.Config) -> bool:
     """Return whether the command selects all tests, except perhaps slow ones, so that it must simulate all kernels."""
-    return not names_tests(config) and config.option.markexpr in (NOT_SLOW, EVERYTHING, "")
+    return not names_tests(config) and config.option.markexpr in (NOT_SLOW, NOT_REPEATED, EVERYTHING, "")
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -132,9 +132,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a test that is named by its id run even if it is marked slow, and let processes be interrupted."""
+    """Choose how much to simulate, run a named test even if it is marked slow, and let processes be interrupted."""
     if config.option.markexpr == NOT_SLOW and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
+    backends.is_complete = bool(gpu()[1]) or config.option.markexpr != NOT_SLOW
     # Jobs in the background of a shell ignore Ctrl-C, and so would the processes that tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -219,10 +220,16 @@ def pytest_testnodedown(node: Any) -> None:
 
 @functools.cache
 def kernels_to_simulate() -> set[tuple[str, str]]:
-    """Return the (kernel, compiler target) pairs that the package can launch on these architecture paths."""
+    """Return the (kernel, compiler target) pairs that the package can launch on these architecture paths.
+
+    A few problems select every kernel, as `test_compile` checks.
+    """
     from cupy_awq.tools import compile_all
 
-    return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch, True)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_all, "SHAPES", compile_all.SHAPES[:1])
+        patch.setattr(compile_all, "REPACKED_MS", (1, 16, 1024))
+        return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch, True)}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -29,6 +29,7 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime import device
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.testing import random_activations, random_weight
+from tests import backends
 from tests.backends import BACKENDS, Run, few_examples, runner
 from tests.products import ZEROS, check_product, gemm, nan_like, put
 from tests.test_kernels import DTYPES, WHOLE, facts, padded, repack, strided
@@ -197,20 +198,21 @@ def test_all_kernels_with_the_same_reduction_agree(
     elif arch == 90:
         problem = replace(problem, k=1536)
     product = Product(problem, runner(backend), here, 0)
-    found, names = results(product, problem, here, 12 if backend == "gpu" else 3)
+    found, names = results(product, problem, here, 12 if backend == "gpu" else 3 if backends.is_complete else 2)
     assert len(found) >= 3
     assert names >= kernels
     assert all(len(some) == 1 for some in found.values())
     assert len(set().union(*found.values())) > 1  # different orders give different bits here, so the test can fail
 
 
-def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m() -> None:
+@pytest.mark.parametrize("shapes", [SHAPES[1::2], pytest.param(SHAPES[::2], marks=pytest.mark.slow)], ids=str)
+def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m(shapes: list[tuple[int, int]]) -> None:
     """A weight gets one order of additions for every M, for all architectures, group sizes and dtypes.
 
     M is taken on both sides of each tile size. Otherwise a row's bits would depend on the size of its batch.
     """
     for arch, (k, n), group_size, dtype in itertools.product(
-        (60, 75, 89, 90), SHAPES, (32, 128), ("float16", "bfloat16", "float32")
+        (60, 75, 89, 90), shapes, (32, 128), ("float16", "bfloat16", "float32")
     ):
         here = device.nominal(arch)
         for repacked in {False, arch == 90 and dtype != "float32"}:

@@ -25,6 +25,7 @@ from cupy_awq.runtime import device, sources
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 from cupy_awq.tools import compile_all
+from tests.conftest import ARCHS, kernels_to_simulate
 
 SCALE = """
 #include "factor.cuh"
@@ -336,14 +337,14 @@ def test_ptx_is_the_text_for_the_plan(root: Path) -> None:
 def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`compile` compiles every kernel that selection may choose for a common layer: none is left to the first call.
 
-    Only two shapes of layers are tried here.
+    Only one shape of a layer is tried here.
     """
-    monkeypatch.setattr(compile_all, "SHAPES", ((4096, 4096), (12288, 4096)))
-    monkeypatch.setattr(compile_all, "REPACKED_MS", (1, 16, 64, 1024))
+    monkeypatch.setattr(compile_all, "SHAPES", ((12288, 4096),))
+    monkeypatch.setattr(compile_all, "REPACKED_MS", (1, 16, 1024))
     listed, invariant = (set(compile_all.kernels(arch, flag)) for flag in (False, True))
     assert listed < invariant
     facts = device.nominal(arch)
-    for m, repacked in itertools.product((1, 16, 64, 1024), {False, arch == 90}):
+    for m, repacked in itertools.product((1, 16, 1024), {False, arch == 90}):
         problem = Problem(m, 4096, 12288, 128, layouts=(AWQ, FRAGMENTS)[: 1 + repacked], batch_invariant=True)
         assert select.choose(problem, facts).plan.kernel in invariant
     for m in (1, 3, 12, 500):
@@ -352,33 +353,35 @@ def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int, monkeypatc
             assert select.choose(problem, facts).plan.kernel in listed
 
 
+@pytest.mark.slow
+def test_a_run_of_all_tests_wants_every_kernel_simulated() -> None:
+    wanted = {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch, True)}
+    assert kernels_to_simulate() == wanted
+
+
 def test_compile_fails_if_the_cache_cannot_be_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "cache").write_text("")
-    monkeypatch.setattr(compile_all, "kernels", lambda arch, batch_invariant: [KERNEL])
     monkeypatch.setattr(cache, "_has_warned", True)
     monkeypatch.setattr(compiler, "_unsaved", {})
     with pytest.raises(OSError, match=f"{cache.VARIABLE}: expected a folder that can be written, got"):
-        compile_all.run(["80"])
+        compile_all.run([KERNEL])
 
 
 @pytest.mark.parametrize(("index", "code"), [("i", 0), ("out[i] % 32", 1)])
-def test_compile_fails_on_local_memory(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], index: str, code: int
-) -> None:
+def test_compile_fails_on_local_memory(root: Path, capsys: pytest.CaptureFixture[str], index: str, code: int) -> None:
     loops = "for (int i = 0; i < 32; ++i) x[INDEX] += i; for (int i = 0; i < 32; ++i) out[i] += x[i];"
     (root / "scale.cu").write_text(
         f'extern "C" __global__ void scale(unsigned* out) {{ unsigned x[32] = {{}}; {loops} }}\n'
     )
     kernel = Kernel("scale.cu", "scale", (("INDEX", index),), "80")
-    monkeypatch.setattr(compile_all, "kernels", lambda arch, batch_invariant: [kernel])
-    assert compile_all.run(["80"]) == code
+    assert compile_all.run([kernel]) == code
     assert f"1 kernels, {code} with local memory" in capsys.readouterr().out
 
 
-def test_compile_all_refuses_an_invalid_arch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_all_refuses_an_invalid_arch() -> None:
     for arch in ("5", "sm80", "90b", "50"):
         with pytest.raises(ValueError, match="arch: expected"):
-            compile_all.run([arch])
+            compile_all.kernels(arch)
 
 
 @pytest.mark.gpu

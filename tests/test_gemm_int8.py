@@ -27,7 +27,7 @@ from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS, RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device
-from tests.backends import BACKENDS, LANDINGS, few_examples, runner, sample
+from tests.backends import BACKENDS, LANDINGS, few_examples, half, runner, sample
 from tests.block_weights import random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
 
@@ -230,7 +230,7 @@ FEW = (
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", half(FEW), ids=str)
 def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, case: tuple) -> None:
     """The kernel for few rows is right where K ends within a step or a chunk of k that it prefetches.
 
@@ -247,25 +247,25 @@ def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, ca
 # A case has m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, and the padding of y's rows; then
 # cluster, ctas, split_k and m64_tiles of the configuration.
 HOPPER = (
-    (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
     (70, 270, 272, 128, 4, False, False, "float16", "float16", True, 2, 2, 2),
-    (131, 40, 144, 128, 4, True, True, "float32", None, False, 1, 1, 1),
+    (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
     (1, 300, 400, 256, 8, True, True, "bfloat16", "float32", False, 4, 2, 2),
-    (65, 64, 192, 64, 4, False, True, "float16", None, True, 0, 1, 1),
+    (131, 40, 144, 128, 4, True, True, "float32", None, False, 1, 1, 1),
     (129, 257, 144, 32, 4, True, False, "float16", "bfloat16", False, 7, 1, 2),
-    (3, 515, 144, 32, 8, False, True, "float32", None, False, 5, 2, 4),
-    (66, 72, 1040, 1040, 8, False, False, "float16", None, False, 0, 1, 1),
+    (65, 64, 192, 64, 4, False, True, "float16", None, True, 0, 1, 1),
     (66, 72, 1040, 1040, 4, True, True, "bfloat16", None, False, 0, 1, 1),
-    (131, 300, 1040, 128, 4, False, True, "float16", None, False, 0, 1, 8, 2),
+    (3, 515, 144, 32, 8, False, True, "float32", None, False, 5, 2, 4),
     (70, 270, 400, 32, 4, True, True, "float32", "float32", True, 1, 1, 4, 2),
-    (131, 300, 1040, 128, 4, True, True, "float16", None, False, 0, 2, 2, 1, 2),
+    (66, 72, 1040, 1040, 8, False, False, "float16", None, False, 0, 1, 1),
     (70, 270, 784, 64, 4, False, False, "float16", "float32", False, 1, 1, 4, 2, 3),
+    (131, 300, 1040, 128, 4, False, True, "float16", None, False, 0, 1, 8, 2),
     (131, 140, 1040, 128, 8, False, True, "bfloat16", None, True, 0, 1, 8, 2, 2),
+    (131, 300, 1040, 128, 4, True, True, "float16", None, False, 0, 2, 2, 1, 2),
 )
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
-@pytest.mark.parametrize("case", HOPPER, ids=str)
+@pytest.mark.parametrize("case", half(HOPPER), ids=str)
 def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
     """Results are right where blocks are shorter or longer than a stage, and where the ring of stages is used again.
 
@@ -286,7 +286,7 @@ def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
-@pytest.mark.parametrize("sizes", [(70, 272, 400, 128, 1), (133, 80, 288, 64, 2), (3, 40, 144, 32, 1)], ids=str)
+@pytest.mark.parametrize("sizes", half([(133, 80, 288, 64, 2), (70, 272, 400, 128, 1), (3, 40, 144, 32, 1)]), ids=str)
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_gemm_int8_sm90_with_one_scale_per_row_of_x(backend: str, sizes: tuple[int, ...], zero_points: bool) -> None:
     *shape, cluster = sizes

@@ -86,7 +86,9 @@ ATTACKS: dict[str, Callable[[Path], Attack]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "many tokens" else []) for name in ATTACKS]
+)
 def test_a_hostile_file_is_refused_soon(tmp_path: Path, name: str) -> None:
     run = ATTACKS[name](tmp_path)
     with bounded():

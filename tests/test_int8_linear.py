@@ -250,8 +250,8 @@ def test_selection_knows_the_bits_of_a_weight(arch: int) -> None:
     assert isinstance(select.candidates(four, gpu)["gemm_w8a16_simt"], str)
 
 
-@pytest.mark.parametrize("arch", [75, 80, 89, 120])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (75, 89, 120))])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def test_fastest_configurations_use_no_local_memory(arch: int, dtype: str) -> None:
     gpu = device.nominal(arch)
     if arch == 75:

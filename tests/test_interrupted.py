@@ -114,7 +114,7 @@ def test_an_error_at_file_operations_of_quantize_leaves_no_model_and_can_resume(
     fail_at_each(out, write.run, write.prepare, check, step=step)
 
 
-@pytest.mark.parametrize("moments", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [3, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 @pytest.mark.parametrize("name", WRITES)
 def test_a_signal_at_random_moments_keeps_a_whole_checkpoint(

@@ -406,7 +406,7 @@ def _tune_model(args: argparse.Namespace, device: int) -> int:
 def _compile(args: argparse.Namespace) -> int:
     from cupy_awq.tools import compile_all
 
-    return compile_all.run(args.arch, args.batch_invariant)
+    return compile_all.run([kernel for arch in args.arch for kernel in compile_all.kernels(arch, args.batch_invariant)])
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -36,10 +36,13 @@ SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
 """The compile-time constants of the epilogue, which the table that ``compile`` prints omits."""
 
 
-def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
-    """Return the kernels that common layers use on an architecture, without duplicates.
+def kernels(arch: int | str, batch_invariant: bool = False) -> list[Kernel]:
+    """Return the kernels that common layers use on an architecture, such as 75 or "90a", without duplicates.
 
     With ``batch_invariant``, also return those that `gemm` and `AwqLinear` use with ``batch_invariant=True``.
+
+    Raises:
+        ValueError: ``arch`` is unknown.
     """
     gpu = device.nominal(arch)
     found = [*_awq_layout(gpu), *_common(gpu)]
@@ -132,20 +135,11 @@ def _common(gpu: device.Device) -> Iterator[Kernel]:
                 yield select.choose(problem, gpu).plan.kernel
 
 
-def run(archs: list[str], batch_invariant: bool = False) -> int:
-    """Compile the kernels for all architectures ``archs``, such as "75" and "90a", and print a table of them.
+def run(listed: Sequence[Kernel]) -> int:
+    """Compile kernels and print a table of them; return 1 if one uses local memory or has serialized wgmma, else 0.
 
-    An architecture that the compiler does not support is replaced by the nearest supported one. ``batch_invariant`` is
-    the option of `kernels`.
-
-    Returns:
-        1 if a kernel uses local memory or has serialized wgmma instructions, else 0.
-
-    Raises:
-        ValueError: an architecture is unknown.
+    An architecture that the compiler does not support is replaced by the nearest supported one.
     """
-    gpus = [device.nominal(arch) for arch in archs]
-    listed = [kernel for gpu in gpus for kernel in kernels(gpu.arch, batch_invariant)]
     local = serialized = 0
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

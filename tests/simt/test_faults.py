@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests import simt
+from tests.simt import machine
 from tests.simt.kernels import SAMPLES, plan, source_text
 
 HOPPER = (SAMPLES / "hopper.cuh").read_text(encoding="utf-8")
@@ -325,7 +326,8 @@ def provoke(case: Case, prelude: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fault(name: str) -> None:
+def test_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "STALLED", 1000)
     provoke(CASES[name], COPIES, "80")
 
 
