@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import cupy_awq
 from cupy_awq import AwqLinear, BlockQuantizedWeight, PackedWeight, packing
 from cupy_awq.tools.demo import SMOLLM2_MLP
+from tests import backends
 
 F16, F32 = np.float16, np.float32
 SENTINEL = 85
@@ -287,7 +288,7 @@ def test_each_argument_replaced_by_each_value_is_an_error_that_names_it(name: st
 
 
 @pytest.mark.parametrize("name", CALLS)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 if backends.is_complete else 30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_arguments_raise_errors_that_name_them(name: str, data: st.DataObject) -> None:
     call = CALLS[name]

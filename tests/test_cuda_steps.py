@@ -112,7 +112,7 @@ def check_greedy(files: Any, prompt: list[int], tokens: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sequences_in_blocks_get_their_tokens_at_once_and_after_a_shared_prefix(
     tmp_path: Path, batch_invariant: bool
 ) -> None:

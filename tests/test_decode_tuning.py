@@ -128,7 +128,7 @@ class FakeStream:
             self.graph.us += self.cost(plan)
 
 
-@pytest.mark.parametrize("is_random", [True, False])
+@pytest.mark.parametrize("is_random", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_command_stores_the_fastest_configurations(
     tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:

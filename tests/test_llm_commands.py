@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from tests import checkpoint_files
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """The environment variables that make Python encode streams and arguments in ASCII."""
+INVALID = b"caf\xe9 \xff"
 CUT = b"(ended by --max-tokens)\n"
 
 
@@ -42,8 +44,16 @@ def run(
     return result
 
 
-@pytest.mark.parametrize("locale", [{}, PLAIN], ids=["utf-8", "posix"])
-@pytest.mark.parametrize("prompt", [b"caf\xe9 \xff", "café ☕".encode()], ids=["invalid", "valid"])
+@pytest.mark.parametrize(
+    ("locale", "prompt"),
+    [
+        ({}, INVALID),
+        (PLAIN, "café ☕".encode()),
+        pytest.param({}, "café ☕".encode(), marks=pytest.mark.slow),
+        pytest.param(PLAIN, INVALID, marks=pytest.mark.slow),
+    ],
+    ids=["utf-8-invalid", "posix-valid", "utf-8-valid", "posix-invalid"],
+)
 def test_prompts_of_any_bytes_in_any_locale_are_answered(path: Path, locale: dict[str, str], prompt: bytes) -> None:
     choices = ["--max-tokens", "5", "--device", "cpu"]
     result = run(["generate", str(path), prompt, *choices], env=locale)
@@ -64,8 +74,13 @@ def test_chat_reads_lines_of_any_bytes_in_any_locale(path: Path, locale: dict[st
     assert b"> " not in result.stdout
 
 
-@pytest.mark.parametrize("shell", [">&-", "<&-", ">&- 2>&-", ">&- <&- 2>&-"])
-@pytest.mark.parametrize("command", ["generate", "chat", "info"])
+CLOSED = itertools.product(("generate", "chat", "info"), (">&-", "<&-", ">&- 2>&-", ">&- <&- 2>&-"))
+
+
+@pytest.mark.parametrize(
+    ("command", "shell"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if i % 3 else []) for i, case in enumerate(CLOSED)],
+)
 def test_closed_streams_are_no_error(path: Path, shell: str, command: str) -> None:
     more = {"generate": ["x", "--max-tokens", "2", "--device", "cpu"], "chat": ["--device", "cpu"], "info": []}
     result = run([command, str(path), *more[command]], shell)

@@ -184,9 +184,10 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "norm"),
     [
-        *[(4, 2, 64, False), (4, 1, 128, True), (9, 3, 64, False), (16, 1, 16, True)],
-        *[(2, 2, 80, True), (7, 1, 256, False), (3, 3, 24, True), (80, 10, 8, False)],
-        *[(8, 1, 64, True), (16, 1, 128, False), (1, 1, 192, True), (14, 2, 128, False)],
+        *[(4, 2, 64, False), (16, 1, 16, True), (7, 1, 256, False), (3, 3, 24, True), (80, 10, 8, False)],
+        *[(8, 1, 64, True), (14, 2, 128, False)],
+        *[pytest.param(*case, True, marks=pytest.mark.slow) for case in ((4, 1, 128), (2, 2, 80), (1, 1, 192))],
+        *[pytest.param(*case, False, marks=pytest.mark.slow) for case in ((9, 3, 64), (16, 1, 128))],
     ],
 )
 def test_decode_attention_covers_the_cache_and_the_new_token(
@@ -237,7 +238,10 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("m", "heads", "kv_heads"), [(1, 2, 1), (1, 9, 9), (1, 28, 28), (5, 27, 27)])
+@pytest.mark.parametrize(
+    ("m", "heads", "kv_heads"),
+    [(1, 2, 1), (1, 9, 9), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 28, 28), (5, 27, 27)))],
+)
 def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, heads: int, kv_heads: int) -> None:
     """Partial results of many splits of the keys are merged: of 18, or of as many as fill an H100 (14, 4 and 2)."""
     rng = np.random.default_rng(heads)
