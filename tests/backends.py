@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import hypothesis
@@ -42,9 +42,9 @@ def sample(configs: Sequence[Any], backend: str, step: int, first: int) -> Seque
     return configs if backend == "gpu" else configs[first % step :: step]
 
 
-def half(cases: Sequence[Any]) -> list[Any]:
-    """Return the cases of a simulated test as its parameters: the first, third, ...; the others are marked slow."""
-    return [pytest.param(case, marks=[pytest.mark.slow] if i % 2 else []) for i, case in enumerate(cases)]
+def fewer(cases: Iterable[Any], step: int = 2) -> list[Any]:
+    """Return the cases of a test as its parameters; all but every ``step``-th, from the first on, are marked slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] if i % step else []) for i, case in enumerate(cases)]
 
 
 def runner(backend: str) -> Run:

@@ -250,7 +250,7 @@ def test_an_act_order_model_on_the_gpu_back_end(tmp_path: Path, shared: bool) ->
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("m", [1, 3, 17])
+@pytest.mark.parametrize("m", [3, *(pytest.param(m, marks=pytest.mark.slow) for m in (1, 17))])
 def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
     """The GEMM before a norm stores x in the order of the GEMM after it, without a gather or a separate norm."""
     rng = np.random.default_rng(m)

@@ -14,6 +14,7 @@ from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device, sources
 from cupy_awq.runtime.launch_plan import Kernel
+from tests.backends import fewer
 from tests.simt.kernels import patched
 
 GEMMS = (
@@ -45,7 +46,7 @@ def kernel_of(entry: str) -> Kernel:
     return next(kernel for kernel in kernels if kernel.entry == entry)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", fewer(ENTRIES))
 def test_two_instances_share_a_translation_unit(entry: str) -> None:
     kernel = kernel_of(entry)
     text = (sources.folder() / kernel.source).read_text(encoding="utf-8")

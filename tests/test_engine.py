@@ -82,7 +82,7 @@ def half_right(tokens: Any, room: int) -> list[int]:
     return [next_token(tokens, 0), 1][:room] if len(tokens) % 3 else []
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [{}, {"make_draft": lambda: half_right}, {"is_ahead": True}, {"is_ahead": True, "make_draft": lambda: half_right}],

@@ -25,7 +25,7 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime.device import Device
-from tests.backends import BACKENDS, GPU, LANDINGS, Run, runner, sample
+from tests.backends import BACKENDS, GPU, LANDINGS, Run, fewer, runner, sample
 from tests.experts import (
     error_of,
     float64_layer,
@@ -259,7 +259,7 @@ def test_layer(backend: str, arch: int, dtype: str, layout: str) -> None:
         assert error_of(y, expected) < 2 * BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("arch", [60, 75, 80, 86, 90, 100, 120])
+@pytest.mark.parametrize("arch", fewer([60, 75, 80, 86, 90, 100, 120]))
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
 def test_every_layer_has_a_plan(arch: int, group_size: int) -> None:
     here = device.nominal(arch)

@@ -24,7 +24,7 @@ from cupy_awq.ops.quantized_linear import check_layer
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight as random_awq
 from cupy_awq.tools.testing import relative_error
-from tests.backends import HOPPER, half, runner
+from tests.backends import HOPPER, fewer, runner
 from tests.block_weights import float64_values, random_weight
 from tests.test_kernels import DTYPES, facts, strided
 from tests.test_reference import float64_weight
@@ -275,7 +275,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
-@pytest.mark.parametrize("case", half(CASES), ids=str)
+@pytest.mark.parametrize("case", fewer(CASES), ids=str)
 def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
     """Results are right where blocks are shorter or longer than a stage, and where the ring of stages is used again.
 

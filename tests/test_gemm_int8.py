@@ -27,7 +27,7 @@ from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS, RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device
-from tests.backends import BACKENDS, LANDINGS, few_examples, half, runner, sample
+from tests.backends import BACKENDS, LANDINGS, few_examples, fewer, runner, sample
 from tests.block_weights import random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
 
@@ -230,7 +230,7 @@ FEW = (
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", half(FEW), ids=str)
+@pytest.mark.parametrize("case", fewer(FEW), ids=str)
 def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, case: tuple) -> None:
     """The kernel for few rows is right where K ends within a step or a chunk of k that it prefetches.
 
@@ -265,7 +265,7 @@ HOPPER = (
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
-@pytest.mark.parametrize("case", half(HOPPER), ids=str)
+@pytest.mark.parametrize("case", fewer(HOPPER), ids=str)
 def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
     """Results are right where blocks are shorter or longer than a stage, and where the ring of stages is used again.
 
@@ -286,7 +286,7 @@ def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
-@pytest.mark.parametrize("sizes", half([(133, 80, 288, 64, 2), (70, 272, 400, 128, 1), (3, 40, 144, 32, 1)]), ids=str)
+@pytest.mark.parametrize("sizes", fewer([(133, 80, 288, 64, 2), (70, 272, 400, 128, 1), (3, 40, 144, 32, 1)]), ids=str)
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_gemm_int8_sm90_with_one_scale_per_row_of_x(backend: str, sizes: tuple[int, ...], zero_points: bool) -> None:
     *shape, cluster = sizes

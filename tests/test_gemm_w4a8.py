@@ -15,7 +15,7 @@ import pytest
 from cupy_awq import BlockQuantizedWeight
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90, GemmW4A8Config
 from cupy_awq.kernels.int8.problem import Int8Problem
-from tests.backends import LANDINGS, half
+from tests.backends import LANDINGS, fewer
 from tests.test_fp8 import check_fp8_product, fp8_problem
 from tests.test_gemm_int8 import check_product
 from tests.test_kernels import DTYPES, facts
@@ -66,7 +66,7 @@ def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
-@pytest.mark.parametrize("case", half(CASES), ids=str)
+@pytest.mark.parametrize("case", fewer(CASES), ids=str)
 def test_int8(backend: str, kind: str, case: tuple) -> None:
     """Results are right where tiles are partly empty and slices of K differ in length.
 
@@ -94,7 +94,7 @@ def test_the_next_kernel_starts_late_if_ctas_of_three_kernels_could_be_resident(
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("case", half(CASES + OFFSET_CASES), ids=str)
+@pytest.mark.parametrize("case", fewer(CASES + OFFSET_CASES), ids=str)
 def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     m, n, k, _, weight_block, dtype, bias, zero_points, *config = case
     rng = np.random.default_rng(m)

@@ -24,7 +24,7 @@ from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
-from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, few_examples, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, few_examples, runner, sample
 from tests.test_reference import FORMULAS, float64_weight
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -225,10 +225,10 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
     scales_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
     problem = Problem(m, 224, 192, 64, dtype, scales_dtype)
     here = facts(arch, backend)
-    for some in candidates(problem, here):
-        for family, config, _ in some:
-            if config.split_k in (1, 3, 4):
-                check_matmul(runner(backend), problem, family, config, here, seed=m)
+    found = [candidate for each in candidates(problem, here) for candidate in each]
+    few = [candidate for candidate in found if candidate[1].split_k in (1, 3, 4)]
+    for family, config, _ in sample(few, backend, 1, m):
+        check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)

@@ -261,8 +261,8 @@ def test_a_known_expression_takes_time_proportional_to_the_text(pattern: str) ->
     for unit in (" ", "\n", "a", "A", "1", "你", "!", " a", "aA", "\r\n", " \n", "'", "\u0301", "a\u0301", "_a"):
         for end in ("", "x", "!", "\n"):
             began = time.process_time()
-            split.pre_tokenize_str(unit * (20_000 // len(unit)) + end)
-            assert time.process_time() - began < 1, (unit, end)
+            split.pre_tokenize_str(unit * (10_000 // len(unit)) + end)
+            assert time.process_time() - began < 0.5, (unit, end)
 
 
 def test_a_million_stop_strings_take_no_time_per_token() -> None:

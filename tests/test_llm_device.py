@@ -157,7 +157,9 @@ def test_a_kv_cache_larger_than_the_free_gpu_memory_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize(("arch", "dtype"), [(90, FLOAT16), (90, BFLOAT16), (80, FLOAT16)])
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [(90, FLOAT16), pytest.param(90, BFLOAT16, marks=pytest.mark.slow), (80, FLOAT16)]
+)
 @pytest.mark.parametrize(
     ("m", "gated"),
     [

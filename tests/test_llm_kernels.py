@@ -184,10 +184,10 @@ def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "norm"),
     [
-        *[(4, 2, 64, False), (16, 1, 16, True), (7, 1, 256, False), (3, 3, 24, True), (80, 10, 8, False)],
-        *[(8, 1, 64, True), (14, 2, 128, False)],
-        *[pytest.param(*case, True, marks=pytest.mark.slow) for case in ((4, 1, 128), (2, 2, 80), (1, 1, 192))],
-        *[pytest.param(*case, False, marks=pytest.mark.slow) for case in ((9, 3, 64), (16, 1, 128))],
+        *[(4, 2, 64, False), (16, 1, 16, True), (14, 2, 128, False), (3, 3, 24, True)],
+        *(pytest.param(*shape, True, marks=pytest.mark.slow) for shape in ((4, 1, 128), (2, 2, 80), (8, 1, 64))),
+        *(pytest.param(*shape, False, marks=pytest.mark.slow) for shape in ((9, 3, 64), (7, 1, 256), (80, 10, 8))),
+        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((16, 1, 128, False), (1, 1, 192, True))),
     ],
 )
 def test_decode_attention_covers_the_cache_and_the_new_token(
