@@ -45,12 +45,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  const int head_blocks = kPaged ? heads / kHeads : gridDim.y;
-  Items items(lengths, work, head_blocks);
+  Items items(lengths, work, heads);
   if (!items.any()) return;
   do {
-    const int split = items.split, head_block = items.head_block, row = items.row;
-    const int head_block_index = row * head_blocks + head_block;
+    const int split = items.split, head_block = items.head_block, row = items.row, item = items.index();
     const int position = kPaged ? max(items.position, 0) : items.position;
     const int keys = min(position + 1, capacity), cached = kAppended ? keys : min(position, capacity);
     int split_keys;
@@ -264,8 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       }
     }
     __syncthreads();
-    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block),
-                 partials + static_cast<int64_t>(head_block_index) * kMaxSplits * kHeads * kSplitFloats,
-                 counters + head_block_index);
+    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block), partials,
+                 counters, item);
   } while (items.next());
 }

@@ -49,8 +49,8 @@ static_assert(kMaxSplits % kFetchedSplits == 0, "the last splits that a thread m
 // The items of work of a CTA, one after the other: a range of the keys of a row, for one block of query heads. Without
 // PAGED there is one item, the CTA's place in the grid.
 struct Items {
-  __device__ __forceinline__ Items(const int32_t* lengths, const int4* work, int head_blocks)
-      : work(work + 1), head_blocks(head_blocks) {
+  __device__ __forceinline__ Items(const int32_t* lengths, const int4* work, int heads)
+      : work(work + 1), head_blocks(kPaged ? heads / kHeads : gridDim.y) {
     if constexpr (kPaged) {
       count = work->x * head_blocks;
       i = blockIdx.x;
@@ -74,6 +74,9 @@ struct Items {
     take();
     return true;
   }
+
+  // Returns the index of the row and its block of heads in `partials` and `counters`.
+  __device__ __forceinline__ int index() const { return row * head_blocks + head_block; }
 
   int row, head_block, split, position, sequence;
 
@@ -161,11 +164,13 @@ struct Output {
 };
 
 // Merges the softmaxes of the warps. With a single split, writes the results of the CTA's heads to `out`. Otherwise
-// writes the softmaxes of the split to `partials`, and the last CTA to arrive merges all splits.
+// writes the softmaxes of the split to `partials`, and the last CTA of the `item` (Items::index) merges all splits.
 __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits,
-                                             const Output& out, float* partials, uint32_t* counter) {
+                                             const Output& out, float* partials, uint32_t* counters, int item) {
   __shared__ float factors[kHeads][kMaxSplits];
   __shared__ bool is_last;
+  partials += static_cast<int64_t>(item) * kMaxSplits * kHeads * kSplitFloats;
+  uint32_t* const counter = counters + item;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
     const int head = i / kHeadDim, d = i % kHeadDim;
