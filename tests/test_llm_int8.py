@@ -18,7 +18,7 @@ from cupy_awq.llm.decoder.build import activation_dtype, build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families.description import LinearSpec
-from cupy_awq.llm.files.model_files import Int8Linear
+from cupy_awq.llm.files.model_files import Int8Module
 from tests import llm_models
 from tests.test_formats_gguf import random_blocks, values_of
 from tests.test_llm_device import SimulatedOps, simulated
@@ -34,7 +34,7 @@ def test_codes_and_scales_give_the_values_of_the_package_gguf(kind: str) -> None
     data = random_blocks(kind, 11, 512)
     weight = q8.read_weight(Blocks(kind, (11, 512), data), "file")
     assert (weight.shape, weight.bits, weight.dtype) == ((11, 1, 1, 512), 8, FLOAT16)
-    found, wanted = Int8Linear(weight, None).dequantize().weight, values_of(data, kind)
+    found, wanted = Int8Module(weight, None).dequantize().weight, values_of(data, kind)
     if kind == "Q6_K":
         # the reader rounds the product d * sc, which the package gguf does not
         assert (np.abs(found - wanted) <= 2.0**-10 * np.abs(wanted) + 2.0**-19).all()
@@ -67,12 +67,12 @@ def test_every_8_bit_layer_of_a_file_is_found(tmp_path: Path) -> None:
     assert set(files.int8_weights) == expected
     for name in expected:
         n, k = files.tensors[f"{name}.weight"]().shape
-        layer = files.read_int8_linear(LinearSpec(name, k, n))
+        layer = files.read_int8_module(LinearSpec(name, k, n))
         assert layer is not None
         np.testing.assert_array_equal(layer.dequantize().weight, files.tensors[f"{name}.weight"]())
-    assert files.read_int8_linear(LinearSpec("mlp.gate_proj", 64, 96), "model.layers.0") is None
+    assert files.read_int8_module(LinearSpec("mlp.gate_proj", 64, 96), "model.layers.0") is None
     with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight: expected shape \(96, 32\), got \(96, 64\)$"):
-        files.read_int8_linear(LinearSpec("mlp.up_proj", 32, 96), "model.layers.0")
+        files.read_int8_module(LinearSpec("mlp.up_proj", 32, 96), "model.layers.0")
 
 
 LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -118,7 +118,7 @@ def test_a_layer_with_a_small_k_is_dequantized(tmp_path: Path) -> None:
 
     class Ops(SimulatedOps):
         def _dense(self, part: Any, *rest: Any) -> Any:
-            assert not isinstance(part, Int8Linear)
+            assert not isinstance(part, Int8Module)
             return super()._dense(part, *rest)
 
     build_model(files, Ops(files.config, 0, FLOAT16))

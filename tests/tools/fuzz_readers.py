@@ -76,7 +76,7 @@ def read_model(path: Path) -> None:
     files = llm.read(path)
     for name in files.int8_weights:
         n, k = files.tensors[f"{name}.weight"]().shape
-        files.read_int8_linear(LinearSpec(name, k, n))
+        files.read_int8_module(LinearSpec(name, k, n))
     build_model(files, NumpyOps(files.config, expand_weights=False))
 
 

@@ -144,7 +144,7 @@ def _list_reordered(spec: Attention) -> dict[str, npt.NDArray[np.int64]]:
 
 def _read(files: ModelFiles, ops: DecoderOps, linear: LinearSpec, layer: str = "") -> Linear:
     """Read a linear layer, with 8-bit codes if the files have them and the back end does not dequantize them."""
-    int8 = None if linear.k < ops.int8_min_k else files.read_int8_linear(linear, layer)
+    int8 = None if linear.k < ops.int8_min_k else files.read_int8_module(linear, layer)
     return int8 or files.read_linear(linear, layer)
 
 
@@ -161,7 +161,7 @@ def _read_head(files: ModelFiles, ops: DecoderOps, table: Array) -> Linear:
                 f"{files.path}: {head.name}: expected the embedding table, as tie_word_embeddings says, got another"
             )
     tied = replace(head, name=files.config.embedding)
-    int8 = None if head.k < ops.int8_min_k else files.read_int8_linear(tied)
+    int8 = None if head.k < ops.int8_min_k else files.read_int8_module(tied)
     return int8 or DenseLinear(table, None)
 
 

@@ -33,7 +33,7 @@ from cupy_awq.llm.decoder.fused_operations import AddAndNorm, NormAndProject, fu
 from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.families.description import Decoder
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Module, Linear
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
 from cupy_awq.runtime import device, workspace
@@ -357,18 +357,18 @@ class CudaOps(DecoderOps):
             self._positions[layer] = self.prepare_order(order).positions
         return layer
 
-    def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
+    def _dense(self, part: DenseLinear | Int8Module, out_dtype: np.dtype[Any] | None = None) -> Projection:
         """Return the projection of a dense or 8-bit layer. A tied output head shares the embedding table's memory.
 
         8-bit codes stay 8-bit if activations are float16. The results equal those with a float16 weight.
         """
         import cupy
 
-        if isinstance(part, Int8Linear) and self.dtype != check.FLOAT16:
+        if isinstance(part, Int8Module) and self.dtype != check.FLOAT16:
             part = part.dequantize()
-        block = part.weight.block_size if isinstance(part, Int8Linear) else None
+        block = part.weight.block_size if isinstance(part, Int8Module) else None
         n, k = part.weight.shape[0], part.weight.shape[-1]
-        if isinstance(part, Int8Linear):
+        if isinstance(part, Int8Module):
             weight = {"codes": cupy.asarray(part.weight.stored), "code_scales": cupy.asarray(part.weight.scale)}
         elif part.weight is self._host_table:
             weight = {"w": self._table}

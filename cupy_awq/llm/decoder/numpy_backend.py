@@ -23,7 +23,7 @@ from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, O
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from cupy_awq.llm.decoder.states import Cache, LayerState, Pages, Past, Run
 from cupy_awq.llm.families.description import Decoder, Experts
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Module, Linear
 from cupy_awq.packing import namespace, to_host
 
 Array = npt.NDArray[Any]
@@ -80,7 +80,7 @@ class NumpyOps(DecoderOps):
     def make_projection(
         self, parts: Sequence[Linear], *, gated: bool = False, column_order: HostOrder = None
     ) -> Projection:
-        plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
+        plain = [part.dequantize() if isinstance(part, Int8Module) else part for part in parts]
         project = self._expanded(plain) if self._expands else self._streamed(plain)
         activate: Projection = _swiglu if gated else lambda y: y
         if column_order is None:

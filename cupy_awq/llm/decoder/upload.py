@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.files.model_files import DenseLinear, Int8Linear
+from cupy_awq.llm.files.model_files import DenseLinear, Int8Module
 from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
@@ -22,11 +22,11 @@ def awq_linear(part: Module, batch_invariant: bool) -> AwqLinear:
     return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=batch_invariant, order=order)
 
 
-def take_columns(part: DenseLinear | Int8Linear, order: Array | None) -> DenseLinear | Int8Linear:
+def take_columns(part: DenseLinear | Int8Module, order: Array | None) -> DenseLinear | Int8Module:
     """Return a dense or 8-bit layer whose columns of y are permuted by ``order``; None keeps their order."""
     if order is None:
         return part
-    dense = part.dequantize() if isinstance(part, Int8Linear) else part  # no format has both 8-bit codes and an order
+    dense = part.dequantize() if isinstance(part, Int8Module) else part  # no format has both 8-bit codes and an order
     return DenseLinear(dense.weight[order], None if dense.bias is None else dense.bias[order])
 
 

@@ -39,7 +39,7 @@ class DenseLinear:
 
 
 @dataclass(frozen=True)
-class Int8Linear:
+class Int8Module:
     """A linear layer whose weight has 8-bit codes, y = x @ weight.T + bias.
 
     Attributes:
@@ -58,7 +58,7 @@ class Int8Linear:
         return DenseLinear(dense.reshape(n, k), self.bias)
 
 
-Linear = Module | DenseLinear | Int8Linear
+Linear = Module | DenseLinear | Int8Module
 """A linear layer of a model with 4-bit codes, a dense weight or 8-bit codes."""
 
 
@@ -135,7 +135,7 @@ class ModelFiles:
         self._check_bias(stored.bias, name, linear.bias)
         return stored
 
-    def read_int8_linear(self, linear: LinearSpec, layer: str = "") -> Int8Linear | None:
+    def read_int8_module(self, linear: LinearSpec, layer: str = "") -> Int8Module | None:
         """Read a linear layer with 8-bit codes; return None if the files do not have it in `int8_weights`.
 
         ``layer`` is the argument of `read_norm`. Raises the same errors as `read_linear`.
@@ -150,7 +150,7 @@ class ModelFiles:
         file_bias = f"{name}.bias"
         bias = self.read_tensor(file_bias, (n,)) if file_bias in self.tensors else None
         self._check_bias(bias, name, linear.bias)
-        return Int8Linear(weight, bias)
+        return Int8Module(weight, bias)
 
     def _read(self, name: str) -> Module | Array:
         read = self.tensors.get(name)
