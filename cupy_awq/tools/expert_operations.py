@@ -38,12 +38,7 @@ class GemmGrouped:
         self.label = f"{shape[0]}x{shape[1]}"
         self.weight = f"{settings.experts} experts, group size {self._weights[0].spec.weight.group_size}"
 
-    @staticmethod
-    def check(shape: Shape, settings: Settings) -> None:
-        k, n = shape
-        if k == 0 or n == 0 or n % 8:
-            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
-        check_scalar.validate_group_size(k, settings.group_size)
+    check = staticmethod(operations.Gemm.check)
 
     def calls(self, m: int) -> list[Call]:
         rng, device = np.random.default_rng(m), self._settings.device
