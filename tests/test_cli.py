@@ -358,7 +358,7 @@ def test_compile_compiles_the_kernels_of_all_archs_and_returns_the_code(monkeypa
     monkeypatch.setattr(compile_all, "run", lambda listed: seen.append(listed) or 1)
     assert main(["compile", "--arch", "80", "--arch", "90a"]) == 1
     assert main(["compile", "--arch", "90a", "--batch-invariant"]) == 1
-    assert seen == [[("80", False), ("90a", False)], [("90a", True)]]
+    assert seen == [[(80, False), (90, False)], [(90, True)]]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.device import Device, nominal
 from cupy_awq.tools import blas_threads, convert_command, llm_commands, quantize_command, serve_command, system
 from cupy_awq.tools.operation_arguments import (
     OPERATION_OPTIONS,
@@ -406,7 +406,8 @@ def _tune_model(args: argparse.Namespace, device: int) -> int:
 def _compile(args: argparse.Namespace) -> int:
     from cupy_awq.tools import compile_all
 
-    return compile_all.run([kernel for arch in args.arch for kernel in compile_all.kernels(arch, args.batch_invariant)])
+    archs = [nominal(arch).arch for arch in args.arch]  # before listing kernels, which takes seconds for sm_90a
+    return compile_all.run([kernel for arch in archs for kernel in compile_all.kernels(arch, args.batch_invariant)])
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -416,8 +417,7 @@ def _explain(args: argparse.Namespace) -> int:
         return _explain_problem(args, op, cases)
     from cupy_awq.ops.gemm import make_typical_problem
 
-    names = ("arch", "device", "layer", "order", "batch_invariant")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in ("arch", "device", "layer", "order", "batch_invariant")}
     options |= {"group_size": 128 if args.group_size is None else args.group_size, "dtype": args.dtype or "float16"}
     problems = [make_typical_problem(*case, **options) for case in cases]
     return _print_explained(args, problems, [cupy_awq.explain(*case, **options) for case in cases])
