@@ -49,6 +49,9 @@ ARCHS = (60, 75, 80, 90)
 NOT_SLOW, NOT_REPEATED, EVERYTHING = "not (slow or repetition)", "slow or not repetition", "slow or not slow"
 """The values of the option -m by default, for `.ci/run --all`, and for all tests."""
 
+MOST_CASES = 2
+"""The number of cases of a simulated test that run by default, if its architecture paths do not need more."""
+
 SIMULATED = {"backend", "landing"}
 """The names of test parameters by which a test runs kernels on the simulator, such as "latest" or "earliest"."""
 
@@ -149,8 +152,12 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     problem runs once per architecture, with copies that land either late or early. Cases are visited in an arbitrary
     but fixed order, so that values of one parameter meet different values of the others; those that are marked slow
     come last, so that the others cover all values that they can.
+
+    Of the remaining cases of a test, those after the first `MOST_CASES` are marked slow too, except the first one on
+    each path and of each ``entry`` there.
     """
     covered: set[tuple[str, str, str]] = set()
+    kept: Counter[str] = Counter()
     for item in sorted(
         items, key=lambda item: (bool(item.get_closest_marker("slow")), zlib.crc32(item.nodeid.encode()))
     ):
@@ -162,11 +169,14 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         named = {name: value for name, value in parameters.items() if not (draws and name in SIMULATED)}
         values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
         arch = parameters.get("arch", 80)
-        if "entry" in named:
-            values.add((function, f"entry on {arch}", repr(named["entry"])))
-        if values <= covered:
+        paths = {(function, f"arch of {named.get('entry')}", repr(arch))}
+        if values | paths <= covered:
             item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 6 == 0 else pytest.mark.repetition)
-        covered |= values
+        elif kept[function] >= MOST_CASES and paths <= covered:
+            item.add_marker(pytest.mark.slow)
+        else:
+            kept[function] += 1
+        covered |= values | paths
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -114,7 +114,7 @@ def failing_cupy(n: int) -> Iterator[None]:
         yield
 
 
-STEPS = [pytest.param(13, id="every 13th"), pytest.param(1, marks=pytest.mark.slow, id="each")]
+STEPS = [pytest.param(7, id="every seventh"), pytest.param(1, marks=pytest.mark.slow, id="each")]
 """The values of ``step``: in run i, the request for memory with the index i * step fails."""
 
 

@@ -238,7 +238,7 @@ def _write_rows(begin: int) -> None:
 
 
 def test_tables_of_processes_that_tune_at_the_same_time_are_merged(tuned_folder: Path) -> None:
-    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_write_rows, (1, 101, 201)))
     found = tuned.read(tuned_folder / tuned.file_name(A100))
     assert len(found["8x8"]) == 60
