@@ -152,7 +152,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int,
 def results(
     product: Product, problem: Problem, here: device.Device, most: int
 ) -> tuple[dict[Reduction, set[bytes]], set[str]]:
-    """Return a problem's distinct results for three or four orders of additions, and the names of its kernels.
+    """Return a problem's distinct results for four orders of additions, and the names of its kernels.
 
     At most ``most`` configurations of each kernel and reduction run.
     """
@@ -166,7 +166,7 @@ def results(
                 found.setdefault(reduction, {}).setdefault(choice.plan.kernel.entry, []).append(choice)
     # Try reductions that most kernels implement first: there, most kernels must agree.
     order = sorted(found, key=lambda reduction: -len(found[reduction]))
-    some = [*order[:2], *order[2 :: ceil_div(len(order), 2 if backends.is_complete else 1)]]
+    some = [*order[:2], *order[2 :: ceil_div(len(order), 2)]]
     rows, different = list(range(problem.m)), {}
     for reduction in some:
         choices = [c for of_one in found[reduction].values() for c in of_one[:: ceil_div(len(of_one), most)]]
@@ -196,7 +196,7 @@ def test_all_kernels_with_the_same_reduction_agree(
         problem = replace(problem, n=128, k=512, group_size=128, gated=True, activation="silu", residual=True)
         problem = replace(problem, layouts=(FRAGMENTS,))
     elif arch == 90:
-        problem = replace(problem, k=1536)
+        problem = replace(problem, k=1024)
     product = Product(problem, runner(backend), here, 0)
     found, names = results(product, problem, here, 12 if backend == "gpu" else 3 if backends.is_complete else 2)
     assert len(found) >= 3
@@ -205,7 +205,7 @@ def test_all_kernels_with_the_same_reduction_agree(
     assert len(set().union(*found.values())) > 1  # different orders give different bits here, so the test can fail
 
 
-@pytest.mark.parametrize("shapes", [SHAPES[1::2], pytest.param(SHAPES[::2], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("shapes", [SHAPES[3:], pytest.param(SHAPES[:3], marks=pytest.mark.slow)], ids=str)
 def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m(shapes: list[tuple[int, int]]) -> None:
     """A weight gets one order of additions for every M, for all architectures, group sizes and dtypes.
 

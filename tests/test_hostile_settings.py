@@ -86,9 +86,15 @@ ATTACKS: dict[str, Callable[[Path], Attack]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "many tokens" else []) for name in ATTACKS]
-)
+SLOW = {
+    "many tokens",
+    *(f"names in {name}.json" for name in ("tokenizer_config", "generation_config")),
+    *(f"values in {name}.json" for name in ("config", "special_tokens_map")),
+}
+"""The attacks that only slow tests make: the others make those of each kind and on each file."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in ATTACKS])
 def test_a_hostile_file_is_refused_soon(tmp_path: Path, name: str) -> None:
     run = ATTACKS[name](tmp_path)
     with bounded():
