@@ -354,8 +354,13 @@ def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, caps
 def test_compile_compiles_the_kernels_of_all_archs_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_all: Any = importlib.import_module("cupy_awq.tools.compile_all")
     monkeypatch.setattr(compile_all, "kernels", lambda arch, batch_invariant: [(arch, batch_invariant)])
-    seen: list[list[tuple[str, bool]]] = []
-    monkeypatch.setattr(compile_all, "run", lambda listed: seen.append(listed) or 1)
+    seen: list[list[tuple[int, bool]]] = []
+
+    def fake(listed: list[tuple[int, bool]]) -> int:
+        seen.append(listed)
+        return 1
+
+    monkeypatch.setattr(compile_all, "run", fake)
     assert main(["compile", "--arch", "80", "--arch", "90a"]) == 1
     assert main(["compile", "--arch", "90a", "--batch-invariant"]) == 1
     assert seen == [[(80, False), (90, False)], [(90, True)]]
