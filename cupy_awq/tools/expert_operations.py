@@ -38,7 +38,9 @@ class GemmGrouped:
         self.label = f"{shape[0]}x{shape[1]}"
         self.weight = f"{settings.experts} experts, group size {self._weights[0].spec.weight.group_size}"
 
-    check = staticmethod(operations.Gemm.check)
+    @staticmethod
+    def check(shape: Shape, settings: Settings) -> None:
+        operations.Gemm.check(shape, settings)
 
     def calls(self, m: int) -> list[Call]:
         rng, device = np.random.default_rng(m), self._settings.device
