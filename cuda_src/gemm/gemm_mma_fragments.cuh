@@ -41,7 +41,7 @@ template <class Host> struct GemmMmaFragments : Host {
   static constexpr int kCodeVectors = Host::kBits / 4;
 
   static_assert(Host::kStageK == 64 || Host::kStageK == 128, "a stage is a weight tile or half of one");
-  static_assert(kM8Tiles == 1 || Host::kBlockM % 16 == 0, "ldmatrix loads 16 rows of x at a time");
+  static_assert(Host::kBlockM % (Host::kBlockM > 64 ? 16 : 8) == 0, "a step takes two turns of whole mma tiles");
   static_assert(Host::kXRows == Host::kBlockM || (kM8Tiles == 1 && Host::kXRows < 8),
                 "only few rows are fewer than those of a tile");
   static_assert(!Host::kGated || kTileColumns % 2 == 0, "half of the tile columns are the gate projection");

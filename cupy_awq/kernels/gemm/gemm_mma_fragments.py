@@ -134,7 +134,7 @@ class GemmFragmentsConfig:
     @property
     def pass_rows(self) -> int:
         """The number of rows of accumulators that shared memory holds at once."""
-        return self.block_m if self.block_m <= 32 else 16
+        return self.block_m if self.block_m <= 32 else 16 if self.block_m % 16 == 0 else 8
 
     def stage_bytes(self, problem: Problem) -> int:
         """Return the size of a pipeline stage in bytes: codes and groups of the weight tiles, and x."""
@@ -226,12 +226,12 @@ def _heights(m: int, math: Math, most: int) -> list[int]:
     """Return the values of ``block_m`` to try, up to ``most``: those that divide M evenly.
 
     >>> _heights(5, "kExact", 128), _heights(40, "kScaled", 128), _heights(200, "kScaled", 128)
-    ([8], [16, 32, 48], [64, 80, 112])
+    ([8], [16, 24, 40], [64, 80, 112])
     """
     if m <= FEW_ROWS:
         return [ceil_div(m, 8) * 8]
     if m <= 64:
-        return sorted({ceil_div(m, tiles * 16) * 16 for tiles in (1, 2, 3)})
+        return sorted({max(16, ceil_div(m, tiles * 8) * 8) for tiles in (1, 2, 3)})
     if math == "kExact":
         return [64]
     fewest = ceil_div(m, most)
