@@ -32,6 +32,7 @@ ENTRIES = {
     "gemm_sm90_large": "kAligned",
     "gemm_mma_fragments": "kHasBias",
     "gemm_int8_sm90": "kHasBias",
+    "gemm_w4a8_mma": "kHasBias",
     "gemm_w4a8_sm90": "kStartsNextLate",
     "conv2d_sm90": "kHasBias",
 }
@@ -40,7 +41,7 @@ ENTRIES = {
 
 def kernel_of(entry: str) -> Kernel:
     """Return the kernel with this entry point that some common problem is solved by on a nominal GPU."""
-    here = device.nominal(80 if entry == "gemm_mma_fragments" else 90)
+    here = device.nominal(80 if entry in ("gemm_mma_fragments", "gemm_w4a8_mma") else 90)
     problems = (*GEMMS, *Int8Problem.common_problems(), *Convolution.common_problems())
     kernels = (select.choose(problem, here).plan.kernel for problem in problems)
     return next(kernel for kernel in kernels if kernel.entry == entry)

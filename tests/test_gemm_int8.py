@@ -114,9 +114,9 @@ def check_product(
     dtype = DTYPES[problem.dtype]
     shape = (problem.n, 1, 1, problem.k)
     weight = random_weight(rng, shape, weight_block, problem.bits, problem.weight_offset, np.float32)
-    if problem.zero_points:
-        offset = rng.integers(-8, 9, weight.scale.shape).astype(np.float32) * weight.scale
-        weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
+    scale = weight.scale.astype(DTYPES[problem.scale_dtype]).astype(np.float32)
+    offset = rng.integers(-8, 9, scale.shape).astype(np.float32) * scale if problem.zero_points else weight.offset
+    weight = BlockQuantizedWeight(weight.codes, scale, offset, bits=problem.bits, block_size=weight_block)
     assert (weight.zero_points is not None) == problem.zero_points
     x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
     x[0] = 1.0  # only the codes -128 and 127, which give the largest products

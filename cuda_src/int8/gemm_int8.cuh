@@ -74,7 +74,8 @@ __device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uin
 // kMagicBits, the result is the bits of 1.5 * 2^23 + sum. Subtracting 1.5 * 2^23 then converts the sum to float32,
 // which is faster than cvt.
 constexpr int32_t kMagicBits = 0x4b400000;
-__device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - 12582912.0f; }
+constexpr float kMagic = 12582912.0f;
+__device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - kMagic; }
 
 // add_block and add_offsets add the terms of one quantization block to an accumulator `sum`: `product` is C, `row` is
 // sX*sumX + k_b*oX (row_term), and `column` is sumW*sW.

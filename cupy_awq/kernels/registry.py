@@ -48,6 +48,7 @@ from cupy_awq.kernels.gemm.repack import REPACK, Repacking
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.int8.gemm_int8_simt import GEMM_INT8_SIMT
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
+from cupy_awq.kernels.int8.gemm_w4a8_mma import GEMM_W4A8_MMA
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90
 from cupy_awq.kernels.int8.gemv_int8 import GEMV_INT8
 from cupy_awq.kernels.int8.problem import Int8Problem
@@ -71,7 +72,15 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     ),
     Dequantization: (DEQUANTIZE,),
     Conversion: (INT_TO_FP16,),
-    Int8Problem: (GEMV_INT8, GEMM_INT8_SM75, GEMM_INT8_SM80, GEMM_W4A8_SM90, GEMM_INT8_SM90, GEMM_INT8_SIMT),
+    Int8Problem: (
+        GEMV_INT8,
+        GEMM_INT8_SM75,
+        GEMM_INT8_SM80,
+        GEMM_W4A8_MMA,
+        GEMM_W4A8_SM90,
+        GEMM_INT8_SM90,
+        GEMM_INT8_SIMT,
+    ),
     RowQuantization: (QUANTIZE_ROWS,),
     Fp8Quantization: (QUANTIZE_FP8,),
     Convolution: (CONV2D_GEMM, CONV2D_SM90, CONV2D_SM80, CONV2D_SIMT),

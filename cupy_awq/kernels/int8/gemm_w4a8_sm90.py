@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import FunctionFamily, constants
+from cupy_awq.kernels.family import Config, FunctionFamily, constants
 from cupy_awq.kernels.hopper import (
     HOPPER,
     available_ctas,
@@ -153,9 +153,11 @@ def weight_tile_bytes(problem: Int8Problem) -> int:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    reason = device.refusal(HOPPER)
-    if reason is not None:
-        return reason
+    return device.refusal(HOPPER) or packed_refusal(problem)
+
+
+def packed_refusal(problem: Int8Problem) -> str | None:
+    """Return the reason why kernels that read the tiles of `prepare_weight` cannot solve the problem, or None."""
     if problem.bits != 4:
         return f"needs 4-bit weights, not {problem.bits} bits"
     if problem.x_offset:
@@ -315,7 +317,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
     )
 
 
-def prepare_weight(weight: BlockQuantizedWeight, config: GemmW4A8Config, problem: Int8Problem) -> dict[str, Array]:
+def prepare_weight(weight: BlockQuantizedWeight, config: Config, problem: Int8Problem) -> dict[str, Array]:
     """Return the weight buffers, in the layouts of ``cuda_src/int8/gemm_w4a8_sm90.cu``.
 
     The buffers are "weight", "offsets" and "units", of which only products of float8 use the last two, and ABSENT.

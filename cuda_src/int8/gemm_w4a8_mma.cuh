@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// The constants that follow from those of the host, the copies and the main loop of gemm_w4a8_mma.cu.
+#pragma once
+
+#include "common/copy_to_shared.cuh"
+#include "gemm/gemm_mma_fragments_epilogue.cuh"
+#include "gemm/gemm_mma_fragments_mainloop.cuh"
+#include "int8/gemm_int8.cuh"
+#include "int8/w4a8_columns.cuh"
+
+// The constants that follow from those of the host. Host is the Config of gemm_w4a8_mma.cu.
+template <class Host> struct GemmW4A8Mma : Host {
+  static constexpr bool kFp8 = false;
+  static constexpr int kThreads = 32 * Host::kWarpsN;
+  static constexpr int kBlockK = 128, kStepK = 32;
+  static constexpr int kBlockN = 32 * Host::kWarpsN, kStoreN = kBlockN;
+  static constexpr int kCtaSums = Host::kBlockM * kBlockN;  // number of partial sums of a CTA
+  static constexpr int kM8Tiles = Host::kBlockM / 8;
+  static constexpr int kN16Tiles = 2;  // number of mma tiles of 16 columns per warp
+  // The largest number of m8 tiles whose products a warp accumulates at a time. With more of them, fewer warps per
+  // scheduler hide the latency of the four mma in a row of each.
+  static constexpr int kChunkTiles = Host::kCtasPerSm > 2 ? 2 : 3;
+  static constexpr int kChunks = ceil_div(kM8Tiles, kChunkTiles);
+  // What Output and store_accumulators need to know: one slice of K, with 32 columns per warp.
+  static constexpr int kSlices = 1, kWarpColumns = 1;
+
+  static_assert(Host::kBlockM % 8 == 0, "ldmatrix loads eight rows of x at a time");
+  static_assert(Host::kWarpsN % 2 == 0, "two warps share a weight tile of 64 columns");
+
+  // A stage holds
+  //   x        [row][128], swizzled (hopper/swizzle.cuh)
+  //   weight   [warp]: codes [2 k64][2 n16 tiles][lane][16 bytes], scales and zero points [2 n16 tiles][8][2]
+  //   sX       float32 [row]
+  // After the main loop, the accumulators of kPassRows rows overwrite the stages. The padding avoids bank conflicts.
+  static constexpr int kColumnScaleBytes = 32 * sizeof(typename Host::Scale);
+  static constexpr int kWarpBytes = 2048 + kColumnScaleBytes + 32;
+  static constexpr int kXBytes = Host::kBlockM * kBlockK;
+  static constexpr int kXScale = kXBytes + Host::kWarpsN * kWarpBytes;  // offset of sX
+  static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * 4, 128) * 128;
+  static constexpr int kPitch = kBlockN + 4;
+
+  using Scheduler = StreamKTileScheduler<1, Host::kStreamK>;
+
+  struct SharedStorage {
+    using Ring = SharedArray<0, Host::kStages, kStageBytes>;
+    using Pass = SharedArray<0, Host::kPassRows, kPitch * 4>;
+    static constexpr int kBytes = Ring::kEnd > Pass::kEnd ? Ring::kEnd : Pass::kEnd;
+  };
+  ASSERT_SHARED_BYTES(SharedStorage, Host::kSharedBytes);
+};
+
+// Copies the stages of a CTA tile, one k tile after the other. A warp copies the weights of its own columns. Addresses
+// are 64-bit addresses that all lanes share, plus 32-bit offsets.
+template <class C> class StageCopies {
+ public:
+  __device__ __forceinline__ StageCopies(int thread, const int8_t* xq, const uint8_t* weight, const float* x_scale,
+                                         TileCoordinates tile, int k_tile, uint32_t ring, int m, int n, int k,
+                                         int block_size)
+      : thread_(thread), ring_(ring), k_(k), k_left_(k - k_tile * C::kBlockK - thread % 8 * 16) {
+    const int lane = thread % 32;
+    const int warp = uniform(thread / 32);
+    // Past n, the last weight tile is copied again; the results are not stored.
+    const int column_tile = min((tile.n_block * C::kBlockN + warp * 32) / 64, ceil_div(n, 64) - 1);
+    weight_ = weight + (static_cast<int64_t>(column_tile) * ceil_div(k, C::kBlockK) + k_tile) * kWeightTileBytes +
+              warp % 2 * 1024;
+    constexpr int kScaleLanes = C::kColumnScaleBytes / 16;
+    columns_ = kCodeBytes - warp % 2 * 1024 +
+               (lane < kScaleLanes ? warp % 2 * C::kColumnScaleBytes + lane * 16
+                                   : kScaleBytes + warp % 2 * 32 + (lane - kScaleLanes) * 16);
+    weight_target_ = C::kXBytes + warp * C::kWarpBytes + lane * 16;
+
+    // Rows past m are copies of the last row; the resulting rows of y are not stored.
+    const int row_begin = tile.m_block * C::kBlockM;
+    last_row_ = m - 1 - row_begin;
+    const int thread_row = thread / 8;
+    x_ = xq + static_cast<int64_t>(row_begin) * k + k_tile * C::kBlockK;
+    x_target_ = thread_row * C::kBlockK + (thread % 8 ^ swizzle_bits(thread_row)) * 16;
+
+    block_k_tiles_ = ceil_div(block_size, C::kBlockK);
+    block_left_ = block_k_tiles_ - k_tile % block_k_tiles_;
+    const int64_t row = row_begin + min(thread, last_row_);
+    x_scale_ = x_scale + row * ceil_div(k, block_size) + k_tile / block_k_tiles_;
+  }
+
+  // Starts the copies of the next k tile into stage `stage_idx`.
+  __device__ __forceinline__ void start(int stage_idx) {
+    const typename C::Copies copies;
+    // What follows from the thread is computed again for each stage, because the main loop needs all registers.
+    const int thread = ptx::opaque(thread_);
+    const uint32_t stage = ring_ + stage_idx * C::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < kXPasses; ++i) {
+      const int row = i * kPassRows + thread / 8;
+      if ((i + 1) * kPassRows > C::kBlockM && row >= C::kBlockM) continue;
+      // The last k tile may be longer than K; zeros fill it.
+      copies.start_16(stage + x_target_ + i * kPassRows * C::kBlockK,
+                      x_ + static_cast<uint32_t>(min(row, last_row_) * k_ + thread % 8 * 16), k_left_ > 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      copies.start_16(stage + weight_target_ + i * 512,
+                      weight_ + thread % 32 * 16 + i / 2 * (kCodeBytes / 2) + i % 2 * 512, true);
+    }
+    if (thread % 32 < (C::kColumnScaleBytes + 32) / 16) {
+      copies.start_16(stage + weight_target_ + 2048, weight_ + columns_, true);
+    }
+    if (C::kThreads == C::kBlockM || thread < C::kBlockM) {
+      copies.start_4(stage + C::kXScale + thread * 4, x_scale_, true);
+    }
+    if (--block_left_ == 0) {
+      block_left_ = block_k_tiles_;
+      ++x_scale_;
+    }
+    x_ += C::kBlockK;
+    k_left_ -= C::kBlockK;
+    weight_ += kWeightTileBytes;
+  }
+
+ private:
+  static constexpr int kPassRows = C::kThreads / 8;
+  static constexpr int kXPasses = ceil_div(C::kBlockM, kPassRows);
+  static constexpr int kCodeBytes = 64 * C::kBlockK / 2;
+  static constexpr int kScaleBytes = 2 * C::kColumnScaleBytes;
+  static constexpr int kWeightTileBytes = kCodeBytes + kScaleBytes + 64;
+  static_assert(C::kThreads >= C::kBlockM, "a thread copies sX of one row");
+
+  int thread_;
+  uint32_t ring_;
+  int k_, last_row_;
+  int k_left_;  // number of k from this thread's first one to the end of K
+  const uint8_t* weight_;
+  uint32_t columns_, weight_target_;
+  const int8_t* x_;
+  uint32_t x_target_;
+  const float* x_scale_;
+  int block_k_tiles_, block_left_;
+};
+
+// Adds the products of rows 8 `tile` .. 8 `tile` + 7, multiplied by the scales, to the accumulators.
+template <class C>
+__device__ __forceinline__ void add_products(Accumulators<C>& accumulators, const int32_t (&products)[2][4],
+                                             const W4A8Columns<C> (&columns)[2], const float* x_scale, int tile) {
+  Vector<float, 2> x_scales;
+  load<true>(x_scales, x_scale + tile * 8);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      float& sum = accumulators[i][tile][v];
+      const float scale = columns[i].scales[v / 2];
+      // A 16-bit scale times kMagic is exact, so that fma replaces a subtraction and a multiplication.
+      const float scaled = sizeof(typename C::Scale) == 2 ? fmaf(__int_as_float(products[i][v]), scale, -kMagic * scale)
+                                                          : magic_to_float(products[i][v]) * scale;
+      sum = fmaf(scaled, x_scales.values[v % 2], sum);
+    }
+  }
+}
+
+// Adds the products of `k_tiles` k tiles to the accumulators of a tile, of which x has `rows` rows from the first on.
+template <class C> __device__ __forceinline__ void run_main_loop(Accumulators<C>& accumulators, StageCopies<C>& copies,
+                                                                 int thread, int rows, uint32_t ring, int k_tiles) {
+  constexpr int kSteps = C::kBlockK / C::kStepK;
+  const typename C::Copies waits;
+  const int lane = thread % 32;
+  const uint32_t weight = ring + C::kXBytes + uniform(thread / 32) * C::kWarpBytes;
+  // ldmatrix loads 64 k of eight rows of x: matrix i has k 16 i .. 16 i + 15.
+  const uint32_t x = ring + lane % 8 * C::kBlockK + (lane / 8 ^ swizzle_bits(lane % 8)) * 16;
+  extern __shared__ __align__(128) uint8_t memory[];
+
+#pragma unroll
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    if (i < k_tiles) copies.start(i);
+    waits.commit();
+  }
+  int stage_idx = 0;
+#pragma unroll 1
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    waits.template wait<C::kStages - 2>();
+    // The k tile has landed, and all warps have read the stage of the preceding one, which is refilled.
+    __syncthreads();
+    const uint32_t stage = stage_idx * C::kStageBytes;
+    uint32_t a[2][kSteps][4];
+    W4A8Columns<C> columns[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t scales =
+          weight + stage + 2048 + i * (C::kColumnScaleBytes / 2) + lane / 4 * (C::kColumnScaleBytes / 16);
+      columns[i].load_shared(scales, weight + stage + 2048 + C::kColumnScaleBytes + i * 16 + lane / 4 * 2);
+#pragma unroll
+      for (int k64 = 0; k64 < 2; ++k64) {
+        uint32_t words[4];
+        ptx::ld_shared(words, weight + stage + k64 * 1024 + i * 512 + lane * 16);
+        columns[i].convert(a[i][k64 * 2], words);
+        columns[i].convert(a[i][k64 * 2 + 1], words + 2);
+      }
+    }
+    if (k_tile + C::kStages - 1 < k_tiles) copies.start(stage_idx == 0 ? C::kStages - 1 : stage_idx - 1);
+    waits.commit();
+    const auto* x_scale = reinterpret_cast<const float*>(memory + stage + C::kXScale) + lane % 4 * 2;
+    for_each_constant<C::kChunks>([&](int chunk) {
+      const int first = chunk * C::kM8Tiles / C::kChunks, tiles = (chunk + 1) * C::kM8Tiles / C::kChunks - first;
+      // Tiles without a row of x are skipped. The branch also keeps ptxas from loading the x of later chunks early, for
+      // which there are no registers.
+      if (chunk > 0 && rows <= first * 8) return;
+      int32_t products[C::kChunkTiles][2][4];
+#pragma unroll
+      for (int j = 0; j < tiles; ++j) {
+#pragma unroll
+        for (int v = 0; v < 8; ++v) products[j][v / 4][v % 4] = kMagicBits;
+      }
+#pragma unroll
+      for (int k64 = 0; k64 < 2; ++k64) {
+        uint32_t b[C::kChunkTiles][4];
+#pragma unroll
+        for (int j = 0; j < tiles; ++j) {
+          ptx::ldmatrix_x4(b[j], (x ^ k64 * 64) + stage + (first + j) * (8 * C::kBlockK));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int j = 0; j < tiles; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) mma(products[j][i], a[i][k64 * 2 + half], b[j][half * 2], b[j][half * 2 + 1]);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < tiles; ++j) add_products<C>(accumulators, products[j], columns, x_scale, first + j);
+    });
+    stage_idx = stage_idx + 1 == C::kStages ? 0 : stage_idx + 1;
+  }
+}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of `gemm_w4a8_mma`, run from its launch plans on the simulator and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cupy_awq.kernels import select
+from cupy_awq.kernels.int8.gemm_w4a8_mma import GEMM_W4A8_MMA, GemmW4A8MmaConfig
+from cupy_awq.kernels.int8.problem import Int8Problem
+from tests.backends import GPU, LANDINGS, sample
+from tests.simt.kernels import patched
+from tests.simt.seeds import OUTSIDE, RACE, VALUES, caught_by
+from tests.test_gemm_int8 import check_product
+from tests.test_kernels import facts
+
+# A case has m, n, k, the weight's block size, dtype, scale dtype, bias, zero points; then the configuration: block_m,
+# warps_n, stages, ctas, stream_k_units, stream_k_ctas.
+CASES = (
+    (20, 72, 272, 128, "float16", "float16", None, True, 24, 4, 2, 1, 0, 0),
+    (40, 136, 656, 256, "bfloat16", "bfloat16", "float32", False, 40, 4, 3, 3, 2, 3),
+    (100, 264, 400, 400, "float16", "float32", "float16", True, 56, 8, 2, 5, 4, 5),
+    (130, 200, 1168, 128, "float16", "float16", None, True, 72, 8, 4, 2, 0, 0),
+    (20, 64, 1040, 128, "bfloat16", "float32", None, True, 16, 4, 4, 3, 1, 3),
+    (128, 128, 128, 128, "float16", "bfloat16", "bfloat16", True, 128, 4, 2, 1, 0, 0),
+)
+
+
+def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8MmaConfig, int]:
+    """Return the problem, the configuration and the weight's block size that a case describes.
+
+    The ``kind`` "rows" gives x one scale per row, "blocks" one per block of columns.
+    """
+    m, n, k, block, dtype, scale_dtype, bias, zero_points, block_m, warps_n, stages, *division = case
+    problem = Int8Problem(
+        *(m, n, k, block, 4, False, zero_points, dtype, bias),
+        activation="clamp" if bias else None,
+        limits=(-0.5, 0.75),
+        row_scales=kind == "rows" and k > block,
+        zero_points=zero_points,
+        scale_dtype=scale_dtype,
+    )
+    return problem, GemmW4A8MmaConfig(block_m, warps_n, 1, True, stages, *division), block
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("arch", [75, 80, 89])
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products(backend: str, arch: int, kind: str, case: tuple) -> None:
+    """Tiles that are partly empty in M, N and K, chunks of rows without a row of x, stream-K, rings that turn."""
+    problem, config, block = problem_of(case, kind)
+    gpu = facts(arch, backend)
+    if arch == 75:
+        config = replace(config, is_async=False, stages=2)
+    assert GEMM_W4A8_MMA.refusal(problem, gpu) is None
+    check_product(backend, problem, GEMM_W4A8_MMA, config, gpu, block, seed=problem.m)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
+@pytest.mark.parametrize("arch", [75, 80])
+@pytest.mark.parametrize("m", [20, 50, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_tile(backend: str, arch: int, m: int) -> None:
+    """Every tile is right, also where the rows of y start at odd addresses."""
+    stride = 201
+    problem = Int8Problem(m, 200, 528, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
+    problem = replace(problem, wide=False, even=False, y_stride=stride)
+    gpu = replace(facts(arch, backend), sm_count=3)
+    found = {(c.block_m, c.warps_n, c.split_k > 1): c for c in GEMM_W4A8_MMA.configs(problem, gpu)}
+    assert len(found) >= 4
+    for config in sample(list(found.values()), backend, 2, m):
+        check_product(backend, problem, GEMM_W4A8_MMA, config, gpu, 128, seed=m)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fp8": True}, "takes x of int8"),
+        ({"dtype": "float32"}, "writes a y of 16 bits"),
+        ({"n": 100}, "writes a y of 16 bits"),
+        ({"bits": 8}, "needs 4-bit weights"),
+        ({"zero_points": False}, "integer multiples"),
+    ],
+)
+def test_refusals_name_a_reason(change: dict, reason: str) -> None:
+    problem = Int8Problem(64, 4096, 4096, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
+    gpu = facts(89, "latest")
+    assert GEMM_W4A8_MMA.refusal(problem, gpu) is None
+    assert reason in str(GEMM_W4A8_MMA.refusal(replace(problem, **change), gpu))
+    assert "gemm_w4a8_sm90" in str(GEMM_W4A8_MMA.refusal(problem, facts(90, "latest")))
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86, 87, 89, 120])
+def test_many_rows_take_it(arch: int) -> None:
+    for m in (256, 2048):
+        problem = Int8Problem(m, 4096, 4096, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
+        assert select.choose(problem, facts(arch, "latest")).family is GEMM_W4A8_MMA
+
+
+KERNEL, HEADER, COLUMNS = "int8/gemm_w4a8_mma.cu", "int8/gemm_w4a8_mma.cuh", "int8/w4a8_columns.cuh"
+SEEDS = {
+    "a stage is refilled while a warp still reads it": (HEADER, "    __syncthreads();\n", "", RACE),
+    "a stage is read before its copies have landed": (
+        HEADER, "wait<C::kStages - 2>", "wait<C::kStages - 1>", ("in flight", "race"),
+    ),
+    "a stage ahead of the ring is filled": (
+        HEADER, "stage_idx == 0 ? C::kStages - 1 : stage_idx - 1", "stage_idx", RACE,
+    ),
+    "the last k tile reads past the end of K": (HEADER, ", k_left_ > 0)", ", true)", OUTSIDE),
+    "rows past the last one are read": (HEADER, "min(row, last_row_)", "row", OUTSIDE),
+    "scales past the last row are read": (HEADER, "min(thread, last_row_)", "thread", OUTSIDE),
+    "columns past the last weight tile are read": (
+        HEADER, "min((tile.n_block * C::kBlockN + warp * 32) / 64, ceil_div(n, 64) - 1)",
+        "(tile.n_block * C::kBlockN + warp * 32) / 64", OUTSIDE,
+    ),
+    "a warp copies the codes of its neighbour": (HEADER, "warp % 2 * 1024;", "0;", VALUES),
+    "a chunk with a row of x is skipped": (HEADER, "rows <= first * 8", "rows <= first * 8 + 8", VALUES),
+    "the scale of the next block is late by a k tile": (
+        HEADER, "if (--block_left_ == 0)", "if (--block_left_ < 0)", VALUES,
+    ),
+    "zero points of the other column": (COLUMNS, "biases[i % 2]", "biases[i / 2]", VALUES),
+    "the high nibbles of the other column": (COLUMNS, "words[i % 2] >> (i / 2 * 4)", "words[i / 2] >> (i % 2 * 4)",
+                                             VALUES),
+    "partial sums are added before they are written": (
+        KERNEL, "      wait_for_partials(counter, scheduler.cluster_idx - scheduler.first_sharer());\n", "",
+        RACE,
+    ),
+    "accumulators overwrite stages that are still read": (
+        KERNEL, "      __syncthreads();  // the stages, or", "      // the stages, or", RACE,
+    ),
+    "accumulators are read before other warps have stored them": (
+        KERNEL, "1.0f);\n      __syncthreads();", "1.0f);", RACE,
+    ),
+}  # fmt: skip
+
+
+SEEDED = (60, 136, 656, 128, "float16", "float16", None, True, 40, 4, 3, 5, 4, 5)
+"""The case in which bugs are planted: two chunks of rows, of which a tile has part of the second, and stream-K."""
+
+
+def outcome(landing: str) -> str:
+    """Return the check that fails when the case is simulated, or "nothing" if y is right."""
+    problem, config, block = problem_of(SEEDED, "blocks")
+    gpu = facts(80, landing)
+    return caught_by(lambda: check_product(landing, problem, GEMM_W4A8_MMA, config, gpu, block, seed=1))
+
+
+def test_the_kernel_passes_before_a_bug_is_planted() -> None:
+    assert (outcome("latest"), outcome("earliest")) == ("nothing", "nothing")
+
+
+@pytest.mark.parametrize(
+    "bug", [next(iter(SEEDS)), *(pytest.param(bug, marks=pytest.mark.slow) for bug in list(SEEDS)[1:])]
+)
+def test_a_planted_bug_is_caught(bug: str) -> None:
+    path, old, new, caught = SEEDS[bug]
+    with patched(path, old, new):
+        assert (outcome("latest"), outcome("earliest")) == caught
