@@ -195,7 +195,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
     if problem.bits == 8 and (problem.batch_invariant or not is_async):
         most = INT8_BLOCK_M
     for how in maths(problem):
-        for block_m in _heights(problem.m, how, most):
+        for block_m in _heights(problem.m, how, most, 8 if problem.bits == 4 else 16):
             x_rows = min(block_m, next_power_of_two(problem.m))
             some = _invariant_layouts(block_m, how) if problem.batch_invariant else layouts(block_m, how, problem)
             for layout in some:
@@ -223,8 +223,8 @@ def maths(problem: Problem) -> tuple[Math, ...]:
     return ("kExact",) if problem.m < ROUNDED_MIN_M or is_wide else ("kScaled",)
 
 
-def _heights(m: int, math: Math, most: int) -> list[int]:
-    """Return the values of ``block_m`` to try, up to ``most``: those that divide M evenly.
+def _heights(m: int, math: Math, most: int, step: int = 8) -> list[int]:
+    """Return the values of ``block_m`` to try, up to ``most``: those that divide M evenly, multiples of ``step``.
 
     >>> _heights(5, "kExact", 128), _heights(40, "kScaled", 128), _heights(200, "kScaled", 128)
     ([8], [16, 24, 40], [64, 80, 112])
@@ -232,7 +232,7 @@ def _heights(m: int, math: Math, most: int) -> list[int]:
     if m <= FEW_ROWS:
         return [ceil_div(m, 8) * 8]
     if m <= 64:
-        return sorted({max(16, ceil_div(m, tiles * 8) * 8) for tiles in (1, 2, 3)})
+        return sorted({max(16, ceil_div(m, tiles * step) * step) for tiles in (1, 2, 3)})
     if math == "kExact":
         return [64]
     fewest = ceil_div(m, most)
