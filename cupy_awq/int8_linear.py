@@ -106,7 +106,7 @@ class Int8Linear(GemmLayer):
         return f"Int8Linear({form}{', bias' if self._bias is not None else ''}{activation}{invariant})"
 
     def __reduce__(self) -> Any:
-        """Return what recreates a copied or unpickled layer, without cached launches."""
+        """Return the function and the arguments that recreate a copied or unpickled layer, without cached launches."""
         weight = self._operand
         arrays_ = (weight.qweight, weight.scales, weight.qzeros) if weight.has_original else ()
         fields = {"repacked": weight.repacked, "scale_exponent": weight.scale_exponent}

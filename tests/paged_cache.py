@@ -162,7 +162,7 @@ def run_paged_decode(
         written[slot, max(position // BLOCK - 1, 0) : position // BLOCK + 1] = 0
     step = run_begin_step(backend, arch, rows[order], written, splits)
     np.testing.assert_array_equal(written, table)
-    here = dataclasses.replace(facts(arch, backend), sm_count=2)  # so that a CTA has several items
+    here = dataclasses.replace(facts(arch, backend), sm_count=2)  # so that a CTA has several items of the work list
     plan = llm.plan_decode_attention(
         here, m + 1, heads, kv_heads, head_dim, capacity, kv_heads * BLOCK * head_dim, k.dtype.name,
         1e-6, norm, orders_out, splits, appended,

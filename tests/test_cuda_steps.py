@@ -116,7 +116,7 @@ def check_greedy(files: Any, prompt: list[int], tokens: list[int]) -> None:
 def test_sequences_in_blocks_get_their_tokens_at_once_and_after_a_shared_prefix(
     tmp_path: Path, batch_invariant: bool
 ) -> None:
-    """Ragged prompts, decode steps launched ahead, an edge of a block, padding rows, and a block that is reused."""
+    """Prompts of several lengths get the greedy tokens, from decode steps launched ahead and from a reused block."""
     model, files = load(tmp_path, batch_invariant=batch_invariant)
     options: dict[str, Any] = {"max_tokens": 4, "ignore_stop_tokens": True}
     prompts = [IDS[:66], IDS[:30], IDS[3:8]]

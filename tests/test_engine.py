@@ -162,7 +162,7 @@ def test_drafts_pause_while_few_are_correct() -> None:
         assert least <= len(drafted) <= most
 
 
-# Requests that end early
+# Requests that end before their last token
 
 
 def test_cancellation_works_at_every_stage_and_twice() -> None:
@@ -274,7 +274,7 @@ def test_an_error_of_a_step_ends_all_requests_and_the_engine_says_so(caplog: pyt
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_exhausted_memory_ends_the_requests_of_the_step_alone(is_ahead: bool) -> None:
-    """Other requests go on, also one whose step has been launched ahead."""
+    """Only the requests of the step get the error; others go on, also one whose step has been launched ahead."""
     engine, runner = make_engine(is_ahead=is_ahead)
 
     def fail(step: Step) -> None:

@@ -111,7 +111,7 @@ def test_logprobs_are_those_of_the_models_logits(model: LanguageModel) -> None:
 
 
 def test_logprobs_of_a_prompt_are_those_of_the_models_logits_however_it_is_cut(model: LanguageModel) -> None:
-    """In one pass and in chunks, with the blocks taken away in between; a known prefix is run again."""
+    """The logprobs are the same from one pass, from chunks, and after the blocks of a sequence were taken away."""
     ids = model.encode("The quick brown fox jumps over the lazy dog. " * 3, raw=True)
     (hidden,) = model.model.prefill(model.model.ops.make_cache(1, len(ids)), 0, ids)
     logits = model.model.logits(hidden)[0, :-1].astype(np.float64)
@@ -137,7 +137,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_models_logits_however_it_is_cut(m
 def test_a_decode_loop_on_a_contiguous_cache_gives_the_same_texts(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model on a GPU generates in this way."""
+    """A contiguous cache, as models on a GPU use in `generate`, gives the texts of a cache in blocks."""
     sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)
 
     def answer() -> list[Any]:

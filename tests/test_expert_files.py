@@ -68,7 +68,7 @@ def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_names_of_experts_are_those_of_the_gguf_package(family: str) -> None:
-    """GGUF has one tensor for all experts."""
+    """The gguf package has the same names; in GGUF, all experts of a projection are one tensor."""
     config = {**llm_models.EXPERT_FAMILIES[family], **({"mlp_only_layers": []} if family == "qwen2_moe" else {})}
     arch = {"qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "glm4_moe": MODEL_ARCH.GLM4_MOE}[family]
     known = get_tensor_name_map(arch, config["num_hidden_layers"])
@@ -93,7 +93,7 @@ def all_logits(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("family", llm_models.EXPERT_FAMILIES)
 def test_a_gguf_file_of_experts_gives_the_logits_of_its_source(tmp_path: Path, family: str) -> None:
-    """All experts of a projection are one tensor, and Mixtral is of the architecture "llama"."""
+    """Experts are read back from GGUF's one tensor per projection, also for Mixtral, a "llama" in GGUF."""
     config = {**llm_models.EXPERT_FAMILIES[family], **({"mlp_only_layers": []} if family == "qwen2_moe" else {})}
     path = llm_models.folder(tmp_path / "m", config, group=32)
     convert(str(path), tmp_path / "m.gguf", "gguf", rounds=True)

@@ -149,7 +149,7 @@ def test_every_tile(backend: str, block: int) -> None:
 @pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
 @pytest.mark.parametrize("family", MMA_FAMILIES, ids=lambda family: family.NAME)
 def test_clamped_swiglu_of_large_values(backend: str, family: AnyFamily) -> None:
-    """Most gates and ups are beyond the limits of the clamped SwiGLU."""
+    """Results are right where the clamp decides: most values of gate and up are beyond its limits."""
     here = replace(facts(90 if family is EXPERT_GEMM_SM90 else 80, backend), sm_count=2)
     problem = ExpertProduct(
         "sorted", 20, 3, 64, 128, 64, block=16, activation="clampedsilu", gated=True, layout="fragments"

@@ -82,7 +82,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, simulated: None) -> list[str]:
 def test_logits_of_all_kernels_are_those_of_transformers(
     tmp_path: Path, launched: list[str], family: str, dtype: Any
 ) -> None:
-    """A prompt and single tokens; the gate of a shared expert runs as the router of one expert."""
+    """Logits of a prompt and of single tokens are right; a shared expert's gate runs as a router of one expert."""
     files = llm.read(write_quantized(tmp_path, llm_models.EXPERT_FAMILIES[family]))
     model = build_model(files, SimulatedOps(files.config, 0, dtype))
     found, wanted = simulated_logits(model, IDS[:4], 3), np.load(FILE)[family][:4]
@@ -94,7 +94,7 @@ def test_logits_of_all_kernels_are_those_of_transformers(
 def test_a_plan_fills_the_same_array_for_new_contents(
     monkeypatch: pytest.MonkeyPatch, launched: list[str], m: int
 ) -> None:
-    """The launches get the addresses of the arrays, and of the plan's memory between them."""
+    """Each launch gets the addresses of the caller's arrays, or of the plan's memory between launches."""
     rng, memory = np.random.default_rng(m), []
 
     def allocate(nbytes: int, on_current_stream: bool) -> np.ndarray:
@@ -163,7 +163,7 @@ def test_a_batch_invariant_model_with_experts_is_refused_on_a_gpu(tmp_path: Path
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", llm_models.EXPERT_FAMILIES)
 def test_a_model_on_the_gpu_matches_the_cpu(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of prompts and steps; texts of a CUDA graph whose routing changes, and of eager steps."""
+    """Logits of prompts and steps match; a CUDA graph, whose routing changes, and eager steps write the same texts."""
     path = llm_models.folder(tmp_path, llm_models.EXPERT_FAMILIES[family])
     host, gpu = llm.load(path, device="cpu"), llm.load(path)
     ids = np.random.default_rng(0).integers(0, llm_models.VOCAB, 60).tolist()

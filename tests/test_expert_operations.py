@@ -18,7 +18,7 @@ from cupy_awq.tools.operations import Settings
 @pytest.mark.parametrize("arch", [75, 80, 90])
 @pytest.mark.parametrize("m", [1, 40])
 def test_problems_of_a_layer_have_kernels_on_every_path(arch: int, m: int) -> None:
-    """Few tokens take two launches with tensor cores; many, and CUDA cores, four."""
+    """A layer takes two launches for few tokens on tensor cores, four for many tokens or on CUDA cores."""
     gpu = device.nominal(arch)
     problems = typical_problems("moe", (2048, 768), m, Settings(HOST, experts=128, top_k=8), gpu)
     assert len(problems) == (2 if m == 1 and arch >= 80 else 4)
@@ -47,7 +47,7 @@ def test_explain_prints_every_launch(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_bench_on_the_cpu(capsys: pytest.CaptureFixture[str], op: str, options: list[str], nbytes: int) -> None:
-    """900 rows touch all three experts."""
+    """The bytes that a row reports are those of all three experts, which 900 rows touch."""
     command = ["bench", "64x32", "--op", op, "--m", "900", "--experts", "3", "--group-size", "32", "--json", *options]
     assert main(command) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

@@ -22,7 +22,7 @@ from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
     "family", ["qwen2_moe", *(pytest.param(x, marks=pytest.mark.slow) for x in ("glm4_moe", "mixtral"))]
 )
 def test_routers_and_gates_stay_dense(tmp_path: Path, family: str) -> None:
-    """The errors of experts are far below those of rounding to nearest; the result can be loaded."""
+    """Only linear layers are quantized; experts have far smaller errors than from rounding to nearest."""
     config = llm_models.EXPERT_FAMILIES[family]
     source = dense_folder(tmp_path / "dense", config)
     report = llm.quantize(source, tmp_path / "out", [TEXT], **OPTIONS)

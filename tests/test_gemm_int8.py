@@ -367,7 +367,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
-    """Cover 1 to 9 rows, CTAs with 4 or 8 rows, and split-K where few columns leave SMs idle.
+    """`gemv_int8` is chosen for 1 to 8 rows, but not for 9, unaligned x or a block size of 36.
 
     On sm_80, five to eight rows are modelled to take 3% longer than on tensor cores.
     """

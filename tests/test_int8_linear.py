@@ -185,7 +185,7 @@ def int8_problem(data: st.DataObject, rows: list[int], dtypes: tuple[str, ...], 
 @given(data=st.data())
 @few_examples
 def test_any_problem_on_tensor_cores(backend: str, data: st.DataObject) -> None:
-    """Every group size, offsets, dtype and epilogue; M on both sides of each tile; partly empty tiles; stream-K."""
+    """Products are right for every group size, offsets, dtype, epilogue, partly empty tiles and stream-K."""
     arch = data.draw(st.sampled_from((*ARCHS, 90)))
     dtypes = ("float16",) if arch == 75 else ("float16", "bfloat16")
     problem = int8_problem(data, [1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130], dtypes, INT8_FRAGMENTS)
@@ -200,7 +200,7 @@ def test_any_problem_on_tensor_cores(backend: str, data: st.DataObject) -> None:
 @given(data=st.data())
 @few_examples
 def test_any_problem_on_cuda_cores(backend: str, arch: int, data: st.DataObject) -> None:
-    """Every K, N, group size and alignment, and rows on both sides of those of a warp."""
+    """Products are right for every K, N, group size and alignment, with rows on both sides of those of a warp."""
     problem = int8_problem(data, [1, 3, 4, 5, 9], tuple(DTYPES), INT8_ROWS)
     here = facts(arch, backend)
     (config,) = SIMT.configs(problem, here)

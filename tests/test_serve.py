@@ -117,7 +117,7 @@ def test_a_repeated_prompt_has_its_logprobs_in_one_piece_and_in_a_stream(server:
     assert [token for chunk in chunks for token in chunk["logprobs"]["tokens"]] == logprobs["tokens"]
 
 
-# Streams
+# Streamed replies
 
 
 def test_a_stream_has_the_chunks_of_the_protocol(server: Running) -> None:

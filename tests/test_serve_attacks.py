@@ -347,7 +347,7 @@ def test_headers_and_bodies_have_deadlines(server: Running, monkeypatch: pytest.
 
 
 def test_idle_connections_do_not_keep_others_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that have waited longest are closed."""
+    """The server closes those that have waited longest, once more than MAX_WAITING have sent no request."""
     monkeypatch.setattr(transport, "MAX_WAITING", 100)
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(server.connect()) for _ in range(300)]
@@ -385,7 +385,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Running, c
         leave(server, body, generator.random() * 0.02)
 
 
-# Faults
+# Errors within a request, which must not end the server
 
 
 def test_logits_with_nan_are_an_error_of_one_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

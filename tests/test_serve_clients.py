@@ -150,7 +150,7 @@ def test_llm(url: str, model: LanguageModel, tmp_path: Path) -> None:
 
 @needs("lm_eval")
 def test_lm_eval(url: str, model: LanguageModel, folder: Path, tmp_path: Path) -> None:
-    """The log-likelihoods of its answers are those of `score`."""
+    """The log-likelihoods that lm_eval gets from the server are those of `score`."""
     questions = [{"q": f"{i}+1=", "c": [" no", f" {i + 1}"], "a": 1} for i in range(3)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     task = {
@@ -178,6 +178,6 @@ def test_lm_eval(url: str, model: LanguageModel, folder: Path, tmp_path: Path) -
 
 @needs("schemathesis")
 def test_schemathesis(url: str) -> None:
-    """Requests made from /openapi.json; those that the types allow may still be refused for their values."""
+    """Requests made from /openapi.json get documented replies; one of an allowed type may be refused for its value."""
     options = ["--max-examples", "10", "--exclude-checks", "positive_data_acceptance", "--request-timeout", "60"]
     run("schemathesis.cli", "run", f"{url.removesuffix('v1')}openapi.json", *options)

@@ -106,7 +106,7 @@ def test_texts_against_the_parser_take_little_time(part: str) -> None:
     assert time.process_time() - began < 5
 
 
-# Requests
+# Requests with tools to a running server
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ struct HeadCache {
     return begin + block_offset(key) + static_cast<int64_t>(key) * HEAD_DIM;
   }
 
-  // Returns how much further a key is than if the cache were contiguous; the result is that of all keys of its block.
+  // Returns how many elements further a key is than if the cache were contiguous; one result for all keys of a block.
   __device__ __forceinline__ int64_t block_offset(int key) const {
     if constexpr (!kPaged) return 0;
     const int block = key / kBlockKeys;

@@ -42,7 +42,7 @@ class Int8Weight(RepackedWeight):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """The field of `Problem` with this name."""
+        """The names of the layouts in which the weight is available, as `Problem.layouts` has them."""
         return (INT8_ROWS if self.has_original else INT8_FRAGMENTS,)
 
     def in_fragments(self) -> Int8Weight:

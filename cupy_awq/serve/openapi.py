@@ -24,7 +24,7 @@ STATUSES = {400: "an invalid field", 401: "an invalid key", 403: "an unknown hos
 
 
 def describe(model: str) -> dict[str, Any]:
-    """Return the description of a server of the model with a name."""
+    """Return the OpenAPI description of a server whose model has the name ``model``."""
     bodies, components = msgspec.json.schema_components(POSTS.values(), ref_template="#/components/schemas/{name}")
     for kind in POSTS.values():
         components[kind.__name__]["properties"]["model"] = {"const": model}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The race detector of global memory: CTAs are ordered by atomics and fences, warps of one CTA as for shared memory.
+"""The race detector of global memory: CTAs are ordered by atomics and fences, warps of one CTA by barriers.
 
 CTAs synchronize at atomically accessed words: a writer releases what it has fenced by ``__threadfence``, and a reader
 acquires it by a later ``__threadfence``. The history holds writes, not reads.

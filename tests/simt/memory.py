@@ -288,7 +288,7 @@ class GlobalMemory(Space):
 
 
 class SharedMemory(Space):
-    """The shared memory of all CTAs: ``stride`` bytes per CTA, each byte with a state."""
+    """The shared memory of all CTAs: ``stride`` bytes per CTA, each byte with a state, such as IN_FLIGHT."""
 
     name = "shared"
 

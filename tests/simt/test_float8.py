@@ -75,10 +75,7 @@ def test_codes_widen_to_their_values() -> None:
 
 @pytest.mark.parametrize("where", PRODUCTS)
 def test_products_are_those_of_the_values(where: str) -> None:
-    """The e4m3 codes 0 .. 3 are the values 0 ..
-
-    3 times 2**-9, so float8 products must be the integer ones times 2**-18.
-    """
+    """The e4m3 codes 0 to 3 are 0 to 3 times 2**-9, so float8 products must be the integer ones times 2**-18."""
     case = PRODUCTS[where]
     integers = CASES[case.name.replace("e4m3", "s8").replace("f32", "s32")]
     x = case.buffers()["x"]

@@ -194,7 +194,7 @@ def bit_field(name: str, kind: str, raw: list[int]) -> int:
 
 
 def floating(case: Case, values: list[int]) -> int | None:
-    """Return the result of a floating-point instruction by fractions, or None for one that is not covered here."""
+    """Return the result of a floating-point instruction, by exact fractions; None if it is not covered here."""
     match = re.fullmatch(r"(add|sub|mul|fma)\.rn\.(f16|bf16|f32)(x2)?", case.name)
     if match:
         operation, kind, pair = match.groups()

@@ -144,7 +144,7 @@ def choose_splits(heads: int, kv_heads: int, head_dim: int, m: int, device: Devi
 
 
 def _choose_splits(ctas: int, ctas_per_sm: int, device: Device) -> int:
-    """Return the number of splits with which ``ctas`` CTAs before splitting fill the GPU."""
+    """Return the number of splits that fills the GPU, for a launch that has ``ctas`` CTAs without splits."""
     return max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // ctas))
 
 

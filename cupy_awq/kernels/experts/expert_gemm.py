@@ -42,7 +42,8 @@ class ExpertGemmCosts(NamedTuple):
     Attributes:
         mma: cycles of an mma of one scheduler.
         instruction: cycles of another instruction of one scheduler.
-        stall: cycles from the first to the last instruction of a k tile of a warp, relative to those that it is issued.
+        stall: cycles from the first to the last instruction of a warp's k tile, relative to those in which one is
+            issued.
         load: latency of a load of weights under load, in latencies of device memory.
         tile: cycles of an SM to sum and store a tile.
         drain: time of a CTA to finish a tile before it starts the next, in latencies of device memory.

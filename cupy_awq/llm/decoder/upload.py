@@ -26,7 +26,8 @@ def take_columns(part: DenseLinear | Int8Module, order: Array | None) -> DenseLi
     """Return a dense or 8-bit layer whose columns of y are permuted by ``order``; None keeps their order."""
     if order is None:
         return part
-    dense = part.dequantize() if isinstance(part, Int8Module) else part  # no format has both 8-bit codes and an order
+    # no format with 8-bit codes has an activation order
+    dense = part.dequantize() if isinstance(part, Int8Module) else part
     return DenseLinear(dense.weight[order], None if dense.bias is None else dense.bias[order])
 
 

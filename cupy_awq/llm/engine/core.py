@@ -52,7 +52,7 @@ class TextModel(Protocol):
 
 @dataclass(eq=False)
 class _Row:
-    """A sequence beyond its scheduling.
+    """The state of a sequence that a `Core` keeps besides the scheduler's.
 
     Attributes:
         stream, detokenizer: its text.

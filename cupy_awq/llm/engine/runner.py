@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the scheduler to tokens, by the model and its cache: a runner per kind of cache and device."""
+"""Runners, which compute the tokens of a step of the scheduler: one class per kind of cache and device."""
 
 from __future__ import annotations
 
