@@ -148,13 +148,13 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     """Mark each simulated case of a test as a repetition if other cases have all of its parameter values.
 
     A sixth of these cases is marked slow instead. The remaining ones cover every value of every parameter, though not
-    every combination; a parameter ``entry`` names kernels, each of which runs on every path. A test that draws its
-    problem runs once per architecture, with copies that land either late or early. Cases are visited in an arbitrary
-    but fixed order, so that values of one parameter meet different values of the others; those that are marked slow
-    come last, so that the others cover all values that they can.
+    every combination; a parameter ``entry`` or ``layout`` names kernels, each of which runs on every path. A test that
+    draws its problem runs once per architecture, with copies that land either late or early. Cases are visited in an
+    arbitrary but fixed order, so that values of one parameter meet different values of the others; those that are
+    marked slow come last, so that the others cover all values that they can.
 
     Of the remaining cases of a test, those after the first `MOST_CASES` are marked slow too, except the first one on
-    each path and of each ``entry`` there.
+    each path, of each ``entry`` or ``layout``.
     """
     covered: set[tuple[str, str, str]] = set()
     kept: Counter[str] = Counter()
@@ -169,7 +169,7 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         named = {name: value for name, value in parameters.items() if not (draws and name in SIMULATED)}
         values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
         arch = parameters.get("arch", 80)
-        paths = {(function, f"arch of {named.get('entry')}", repr(arch))}
+        paths = {(function, f"arch of {named.get('entry', named.get('layout'))}", repr(arch))}
         if values | paths <= covered:
             item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 6 == 0 else pytest.mark.repetition)
         elif kept[function] >= MOST_CASES and paths <= covered:
