@@ -152,7 +152,8 @@ def table(path: Path) -> str:
 EXPERTS_METHOD = """\
 A layer of experts, from the ids to the weighted sum, with cold weights and another routing in each call. The roofline
 is max(bytes of the touched experts, x and y / read bandwidth, flops / fp16 rate), both measured in the same run.
-Marlin is vLLM's kernel with its sort, SwiGLU and sum, in the same run. Means are geometric.
+Marlin is vLLM's kernel with its sort, SwiGLU and sum, in the same run; cells in which its result was NaN are left
+out. Means are geometric.
 """
 
 
