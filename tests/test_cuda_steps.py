@@ -19,8 +19,10 @@ from cupy_awq.llm import Engine, LanguageModel, Request, Sampling
 from cupy_awq.llm.decoder import cuda_steps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_steps import next_size
+from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.llm.engine.runner import DeviceRunner
+from cupy_awq.llm.engine.scheduler import Sequence
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.runtime import launcher
 from tests import llm_models
@@ -153,6 +155,33 @@ def test_tokens_are_sampled_on_the_device_or_on_the_host_as_on_the_cpu(tmp_path:
         live = [engine.submit(Request(tuple(IDS[:5]), **options, **more)) for more in ({}, {"logprobs": 2})]
         first, second = (generation.result()[0].tokens for generation in live)
     assert first == second
+
+
+@pytest.mark.usefixtures("steps")
+def test_a_sequence_cancelled_while_its_prompt_runs_is_forgotten(tmp_path: Path) -> None:
+    model, _ = load(tmp_path)
+    runner = DeviceRunner(model.model, 2, 128, 320)
+    core = Core(model, runner, max_rows=2)
+
+    def begin(size: int, tokens: int) -> Sequence:
+        request = Request(tuple(IDS[:size]), max_tokens=tokens, ignore_stop_tokens=True)
+        sequence = Sequence(request, 0, size + tokens, 0.0)
+        core.begin([sequence])
+        return sequence
+
+    begin(5, 20)
+    for _ in range(3):
+        core.run(core.scheduler.next_step(0.0))
+    cancelled = begin(40, 5)
+    step = core.scheduler.next_step(0.0)
+    assert step is not None
+    assert step.is_prompt
+    core.run(step)
+    core.end([cancelled])
+    for _ in range(2):
+        core.run(core.scheduler.next_step(0.0))
+    assert cancelled not in runner._landed
+    assert cancelled not in runner._slots
 
 
 @pytest.mark.usefixtures("steps")

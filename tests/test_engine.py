@@ -15,6 +15,7 @@ import pytest
 from cupy_awq.llm import Engine, Generation, QueueFullError, Request
 from cupy_awq.llm.decoder.block_pool import BLOCK
 from cupy_awq.llm.engine import scheduler
+from cupy_awq.llm.engine.runner import Launch, Outcome
 from cupy_awq.llm.engine.scheduler import Step
 from tests.fake_engine import STOP, completion, make_engine, next_token
 
@@ -290,6 +291,68 @@ def test_exhausted_memory_ends_the_requests_of_the_step_alone(is_ahead: bool) ->
         check_request(engine.submit(Request((1,))))
         other.result()
         assert other.completion_tokens == 900
+
+
+def test_memory_that_ends_while_a_step_runs_keeps_the_tokens_of_the_step_before() -> None:
+    engine, runner = make_engine(is_ahead=True)
+    launch, others = runner.launch, list[Generation]()
+
+    def fail() -> list[Outcome]:
+        raise MemoryError
+
+    def launch_or_fail(step: Step, samplers: Any) -> Launch:
+        """Submit a request that fails when the first one's last token has been launched and not been received."""
+        launched = launch(step, samplers)
+        sequence = step.parts[0].sequence
+        if sequence.request.prompt_logprobs is not None:
+            return Launch(fail, False)
+        if not others and len(sequence.tokens) + sequence.ahead + 1 >= sequence.limit:
+            others.append(engine.submit(Request((9, 9, 9), prompt_logprobs=1, max_tokens=3)))
+        return launched
+
+    runner.launch = launch_or_fail  # type: ignore[method-assign]
+    request = Request((1, 2, 3), max_tokens=6, ignore_stop_tokens=True)
+    with engine:
+        assert engine.submit(request).result()[0].tokens == completion(request)
+        with pytest.raises(RuntimeError, match=r"^memory: expected enough, got none$"):
+            others[0].result()
+
+
+def test_chunks_are_at_most_those_of_the_runner() -> None:
+    engine, runner = make_engine(max_chunk=1000)
+    with engine:
+        check_request(engine.submit(Request(tuple(range(100)) * 3, max_tokens=2)))
+    assert {part.size for step in runner.steps if step.is_prompt for part in step.parts} == {128, 44}
+
+
+def test_memory_that_ends_at_a_preemption_leaves_the_text_as_it_was() -> None:
+    engine, runner = make_engine(blocks=13, max_rows=4, max_chunk=32, is_ahead=True)
+    failures: list[int] = []
+
+    def before_step(step: Step) -> None:
+        if not failures and engine.stats().preemptions:
+            failures.append(1)
+            raise MemoryError
+
+    runner.before_step = before_step
+    requests = [
+        Request(tuple((b + i) % 11 for i in range(60 + b)), max_tokens=300, ignore_stop_tokens=True, key=str(b))
+        for b in (0, 3)
+    ]
+    with engine:
+        results = []
+        for generation in [engine.submit(request) for request in requests]:
+            try:
+                results.append(generation.result()[0].tokens)
+            except RuntimeError as error:
+                results.append(str(error))
+    right = [completion(request)[: runner.max_tokens - len(request.prompt)] for request in requests]
+    assert failures
+    assert "memory: expected enough, got none" in results
+    assert all(
+        result in (expected, "memory: expected enough, got none")
+        for result, expected in zip(results, right, strict=True)
+    )
 
 
 def test_a_step_that_hangs_makes_the_engine_unhealthy() -> None:

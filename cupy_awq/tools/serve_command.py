@@ -40,7 +40,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     option("--port", int, 8000, "the port; 0 takes a free one")
     option("--name", str, None, "the name of the model in requests (default: the last part of MODEL)")
     option("--max-rows", int, 64, "the largest number of completions that run at the same time")
-    option("--cache-tokens", int, None, "the number of tokens in the KV cache (default: an eighth of the memory)")
+    option(
+        "--cache-tokens",
+        int,
+        None,
+        "the number of tokens in the KV cache (default: an eighth of the memory; on a GPU what fits)",
+    )
     option("--inter-token-ms", float, 50.0, "the bound for the time between two tokens while prompts of others run")
     option("--drain-seconds", float, 30.0, "the time that running requests get after SIGTERM")
     parser.add_argument(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU back end of the decoder: 16-bit activations, float32 residual stream and logits.
 
-Intermediate arrays are allocated from CuPy's memory pool, so any batch and chunk size works.
+Intermediate arrays are allocated from CuPy's memory pool, so any batch and chunk size works, except in `CudaSteps`.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class CudaOps(DecoderOps):
         return ResidualStream(h, inverse_rms=inverse_rms), x
 
     def attend(self, attend: Attend, qkv: Array, cache: Cache | CudaRows) -> Array:
-        """Execute an `Attend`. A decode step launches one kernel, a prompt two."""
+        """Execute an `Attend`. A decode step without drafts launches one kernel, others two."""
         spec, state, dtype = attend.spec, cache.layers[attend.layer], self.dtype.name
         b, s, _ = qkv.shape
         q_norm, k_norm, order = attend.q_norm, attend.k_norm, attend.order

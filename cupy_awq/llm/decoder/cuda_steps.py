@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CudaSteps`: steps of any sequences on a GPU, over a paged KV cache; decode steps are CUDA graphs by batch size."""
+"""`CudaSteps`: steps of any sequences on a GPU, over a paged KV cache; each step is a CUDA graph by size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 """The numbers of rows of captured decode steps."""
 
 PROMPT_SIZES = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 2049, 128))
-"""The numbers of rows of captured steps with prompts. From 128 rows on, at most a fifth are padding."""
+"""The numbers of rows of captured steps with prompts. From 128 rows on, at most a fifth are padding, more where
+many short parts need more tiles."""
 
 IN_FLIGHT = 4
 """The number of steps whose rows and tokens have host memory of their own; more than are launched at a time."""
@@ -208,7 +209,7 @@ class CudaSteps(Steps):
         self._table = cupy.zeros((1 + rows, count_blocks(positions)), np.int32)
         self._newest = cupy.zeros(1 + rows, np.int32)
         self._options = cupy.asarray(np.zeros((1 + rows) * SLOT_OPTIONS.itemsize, np.uint8))
-        self._sizes = [size for size in GRAPH_SIZES if size < rows] + [next_size(max(rows, draft_rows))]
+        self._sizes = [size for size in GRAPH_SIZES if size <= next_size(max(rows, draft_rows))]
         most = self._sizes[-1]
         self._limits = cupy.zeros(most, np.float32)
         self._partials = cupy.zeros((most, MAX_SAMPLE_CTAS), np.uint64)

@@ -24,6 +24,9 @@ from cupy_awq.llm.generate_arguments import Prompt
 from cupy_awq.llm.text.detokenizer import DecodeStream, Detokenizer, StopStrings
 from cupy_awq.llm.text.tokenizer import Tokenizer
 
+NO_MEMORY = "memory: expected enough, got none"
+"""The error of the sequences of a step for which memory is insufficient."""
+
 
 class TextModel(Protocol):
     """A model with its tokenizer, as `cupy_awq.llm.LanguageModel` has them.
@@ -95,7 +98,7 @@ class Core:
         self.scheduler = Scheduler(
             BlockPool(1 + runner.blocks),
             max_rows=max_rows,
-            max_chunk=max_chunk or runner.max_chunk,
+            max_chunk=min(max_chunk or runner.max_chunk, runner.max_chunk),
             inter_token_seconds=inter_token_seconds,
             make_draft=make_draft,
         )
@@ -156,8 +159,8 @@ class Core:
     def run(self, step: Step | None) -> list[tuple[Sequence, Delta]]:
         """Launch a step of the scheduler, if there is one, and finish the one before; see `_finish`.
 
-        The launched step is finished, too, unless the next one may be launched before. Raises what the runner raises;
-        the sequences are then as before the step.
+        The launched step is finished, too, unless the next one may be launched before. Raises what the launch raises;
+        the sequences and the step before are then as they were. A step that has no memory in the end gives errors.
         """
         began = time.monotonic()
         launch = None if step is None else self._runner.launch(step, self._samplers)
@@ -178,7 +181,10 @@ class Core:
 
     def _finish(self, step: Step, launch: Launch, began: float) -> list[tuple[Sequence, Delta]]:
         """Wait for a step; return what it adds to each sequence, and end those that have all their tokens."""
-        outcomes = dict(zip((part.sequence for part in step.parts), launch.finish(), strict=True))
+        try:
+            outcomes = dict(zip((part.sequence for part in step.parts), launch.finish(), strict=True))
+        except MemoryError:
+            outcomes = dict.fromkeys((part.sequence for part in step.parts), Outcome(error=NO_MEMORY))
         if launch.is_ahead:
             step = self.scheduler.land(step)
         step = Step(tuple(part for part in step.parts if part.sequence in self._rows), step.is_prompt)
@@ -209,7 +215,7 @@ class Core:
         reason = reason or ("error" if outcome.error else "")
         if reason:
             text += row.detokenizer.flush() + ("" if row.detokenizer.stopped else row.stream.flush())
-        if row.count:
+        if row.count or reason:
             for follower in reversed(row.followers):
                 follower.admitted = sequence.admitted
                 self.scheduler.add(follower, first=True)

@@ -11,6 +11,9 @@ LONGEST = 8
 CANDIDATES = 32
 """The number of earlier occurrences, the most recent ones, that are compared."""
 
+MAX_NEW = 4096
+"""The largest number of tokens that a call notes, about 6 ms: a long prompt is noted in several steps."""
+
 
 class NgramDraft:
     """A function of one text, which only grows between two calls: it returns a draft, or no tokens.
@@ -31,9 +34,10 @@ class NgramDraft:
 
     def __call__(self, tokens: Sequence[int], room: int) -> list[int]:
         last = len(tokens) - 1
-        for end in range(self._known, last):
+        stop = min(last, self._known + MAX_NEW)
+        for end in range(self._known, stop):
             self._ends.setdefault((tokens[end - 1], tokens[end]), []).append(end)
-        self._known = max(self._known, last)
+        self._known = max(self._known, stop)
         found, longest = -1, 1
         for end in reversed(self._ends.get(tuple(tokens[-2:]), ())[-CANDIDATES:]):
             size = 2

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_awq.llm.decoder.block_pool import BLOCK
-from cupy_awq.llm.engine.core import Core, TextModel
+from cupy_awq.llm.engine.core import NO_MEMORY, Core, TextModel
 from cupy_awq.llm.engine.generation import Generation
 from cupy_awq.llm.engine.request import Delta, QueueFullError, Request
 from cupy_awq.llm.engine.runner import Runner, make_runner
@@ -67,8 +67,8 @@ class EngineStats:
 class Engine:
     """An engine for a model. It is a context manager; threads may share it.
 
-    Sequences share one paged cache, and prompts reuse the prefixes of earlier ones. On a GPU, decode steps are launched
-    ahead of the host, so text and HTTP take no time from it.
+    Sequences share one paged cache, and prompts reuse the prefixes of earlier ones. On a GPU, steps are launched ahead
+    of the host, so text and HTTP take no time from it.
 
     Text does not depend on other requests if the model was loaded with ``batch_invariant=True``; else the bits of
     logits, and so the choice between two almost equally likely tokens, depend on the rows of a step.
@@ -79,7 +79,8 @@ class Engine:
         cache_tokens: the number of tokens whose keys and values fit into the cache; by default those that fit into an
             eighth of the memory, or into the free memory of a GPU.
         inter_token_seconds: the bound for the time between two tokens while prompts of others run.
-        max_chunk: the largest number of prompt tokens per step; by default that of the model's back end.
+        max_chunk: the largest number of prompt tokens per step; at most and by default that of the back
+            end.
         make_draft: a function that returns a function of a text that guesses its next tokens, such as
             `draft.NgramDraft`, or None. Drafts change no text with a batch-invariant model.
         make_runner: a function with the arguments of `runner.make_runner`; for tests.
@@ -277,8 +278,8 @@ class Engine:
             found = self._core.run(step)
         except MemoryError:
             for generation in {self._generations[part.sequence] for part in parts}:
-                self._end(generation, "error", "memory: expected enough, got none")
-            return
+                self._end(generation, "error", NO_MEMORY)
+            step, found = None, self._core.run(None)  # before a sequence of the step before, if preempted, runs again
         self._totals["steps"] += step is not None
         for sequence, delta in found:
             self._totals["completion_tokens"] += len(delta.tokens)

@@ -207,7 +207,7 @@ class DeviceRunner:
 
         def finish() -> list[Outcome]:
             wait()
-            self._landed.update(part.sequence for part in step.parts)
+            self._landed.update(part.sequence for part in step.parts if part.sequence in samplers)
             with steps.stream:
                 chosen = self._outcomes([part for part, _ in last], logits, tokens, samplers) if last else {}
                 outcomes = []
@@ -216,7 +216,8 @@ class DeviceRunner:
                     outcomes.append(chosen.get(part.sequence, Outcome())._replace(scored=scored))
                 return outcomes
 
-        return Launch(finish, not any(_needs_logits(part.sequence.request) for part in step.parts))
+        requests = [part.sequence.request for part in step.parts]
+        return Launch(finish, not any(_needs_logits(r) or r.prompt_logprobs is not None for r in requests))
 
     def _decode(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         rows = []
@@ -267,8 +268,7 @@ def _needs_logits(request: Request) -> bool:
     """Return whether the tokens of a request are chosen on the host."""
     has_penalty = request.sampling.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty
     is_limited = request.logit_bias or request.min_tokens or request.make_constraint is not None
-    is_scored = request.logprobs is not None or request.prompt_logprobs is not None
-    return bool(has_penalty or is_limited or is_scored)
+    return bool(has_penalty or is_limited or request.logprobs is not None)
 
 
 def _options(step: Step) -> dict[str, bool]:
