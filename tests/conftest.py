@@ -154,7 +154,7 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     marked slow come last, so that the others cover all values that they can.
 
     Of the remaining cases of a test, those after the first `MOST_CASES` are marked slow too, except the first one on
-    each path, of each ``entry`` or ``layout``.
+    each path, of each ``entry`` or ``layout``, and of each value of `SIMULATED`.
     """
     covered: set[tuple[str, str, str]] = set()
     kept: Counter[str] = Counter()
@@ -170,6 +170,7 @@ def mark_repetitions(items: Sequence[pytest.Item]) -> None:
         values = {(function, "", ""), *((function, name, repr(value)) for name, value in named.items())}
         arch = parameters.get("arch", 80)
         paths = {(function, f"arch of {named.get('entry', named.get('layout'))}", repr(arch))}
+        paths |= {(function, name, repr(named[name])) for name in SIMULATED & set(named)}
         if values | paths <= covered:
             item.add_marker(pytest.mark.slow if zlib.crc32(item.nodeid.encode()) % 6 == 0 else pytest.mark.repetition)
         elif kept[function] >= MOST_CASES and paths <= covered:

@@ -47,8 +47,15 @@ def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8MmaConfig, 
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("arch", [75, 80, 89])
-@pytest.mark.parametrize("kind", ["blocks", "rows"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        pytest.param(kind, case, marks=[] if (kind, i) in (("blocks", 2), ("rows", 4)) else pytest.mark.slow)
+        for kind in ("blocks", "rows")
+        for i, case in enumerate(CASES)
+    ],
+    ids=str,
+)
 def test_products(backend: str, arch: int, kind: str, case: tuple) -> None:
     """Tiles that are partly empty in M, N and K, chunks of rows without a row of x, stream-K, rings that turn."""
     problem, config, block = problem_of(case, kind)

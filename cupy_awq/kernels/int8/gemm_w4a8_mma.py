@@ -149,14 +149,13 @@ def _configs(problem: Int8Problem, device: Device) -> Iterator[GemmW4A8MmaConfig
 
 
 def _heights(m: int) -> list[int]:
-    """Return the values of ``block_m`` to try: those that divide M evenly.
+    """Return the values of ``block_m`` to try: the smallest for each number of tiles.
 
     >>> _heights(40), _heights(200)
-    ([16, 24, 40], [56, 64, 72, 104])
+    ([16, 24, 40], [32, 40, 56, 72, 104])
     """
-    fewest = ceil_div(m, MAX_BLOCK_M)
-    options = {max(MIN_BLOCK_M, ceil_div(m, tiles * 8) * 8) for tiles in range(fewest, fewest + 3)}
-    return sorted(options | ({64} if m > 64 else set()))
+    low = MIN_BLOCK_M if m <= MAX_BLOCK_M else 32
+    return [h for h in range(low, MAX_BLOCK_M + 1, 8) if h == low or ceil_div(m, h) < ceil_div(m, h - 8)]
 
 
 def _with_stages(
