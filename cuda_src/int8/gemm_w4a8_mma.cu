@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
   C::Scheduler scheduler(ceil_div(m, C::kBlockM), ceil_div(n, C::kBlockN), ceil_div(k, C::kBlockK), stream_k_units,
                          stream_k_ctas);
   while (scheduler.advance()) {
-    // What depends on the thread is computed again for each tile: the main loop needs all registers.
+    // Offsets of the thread are computed again for each tile: the main loop needs all registers.
     const int thread = ptx::opaque(threadIdx.x);
     const TileCoordinates tile = scheduler.tile(0);
     Accumulators<C> accumulators = {};

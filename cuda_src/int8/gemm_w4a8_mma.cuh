@@ -21,7 +21,7 @@ template <class Host> struct GemmW4A8Mma : Host {
   // scheduler hide the latency of the four mma in a row of each.
   static constexpr int kChunkTiles = Host::kCtasPerSm > 2 ? 2 : 3;
   static constexpr int kChunks = ceil_div(kM8Tiles, kChunkTiles);
-  // What Output and store_accumulators need to know: one slice of K, with 32 columns per warp.
+  // The shape that Output and store_accumulators read: one slice of K, with 32 columns per warp.
   static constexpr int kSlices = 1, kWarpColumns = 1;
 
   static_assert(Host::kBlockM % 8 == 0, "ldmatrix loads eight rows of x at a time");
@@ -85,7 +85,7 @@ template <class C> class StageCopies {
   // Starts the copies of the next k tile into stage `stage_idx`.
   __device__ __forceinline__ void start(int stage_idx) {
     const typename C::Copies copies;
-    // What follows from the thread is computed again for each stage, because the main loop needs all registers.
+    // Offsets of the thread are computed again for each stage, because the main loop needs all registers.
     const int thread = ptx::opaque(thread_);
     const uint32_t stage = ring_ + stage_idx * C::kStageBytes;
 #pragma unroll

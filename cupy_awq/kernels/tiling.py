@@ -56,3 +56,21 @@ def stream_k_divisions(units: int, k_tiles: int, clusters: int) -> Iterator[tupl
         for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
             if sharers != shared and shared * k_tiles >= 2 * sharers:
                 yield shared, sharers, sharers if units == shared else clusters
+
+
+class MmaStreamK:
+    """The properties that configurations of mma.sync kernels with stream-K derive from their fields of these names."""
+
+    block_m: int
+    stream_k_units: int
+    stream_k_ctas: int
+
+    @property
+    def split_k(self) -> int:
+        """The average number of CTAs per stream-K tile, rounded up; 1 without stream-K."""
+        return ceil_div(self.stream_k_ctas, self.stream_k_units) if self.stream_k_units else 1
+
+    @property
+    def pass_rows(self) -> int:
+        """The number of rows of accumulators that shared memory holds at once."""
+        return self.block_m if self.block_m <= 32 else 16 if self.block_m % 16 == 0 else 8

@@ -15,7 +15,7 @@ from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fra
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, INT8_FRAGMENTS, Problem
 from cupy_awq.kernels.hopper import HOPPER
-from cupy_awq.kernels.tiling import ceil_div, next_power_of_two, stream_k_divisions
+from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, next_power_of_two, stream_k_divisions
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -78,7 +78,7 @@ MMA_PRODUCTS = 16 * 8 * 16
 
 
 @dataclass(frozen=True)
-class GemmFragmentsConfig:
+class GemmFragmentsConfig(MmaStreamK):
     """A configuration of ``gemm_mma_fragments.cu``.
 
     Attributes:
@@ -113,11 +113,6 @@ class GemmFragmentsConfig:
     stream_k_ctas: int = 0
 
     @property
-    def split_k(self) -> int:
-        """The average number of CTAs per stream-K tile, rounded up; 1 without stream-K."""
-        return ceil_div(self.stream_k_ctas, self.stream_k_units) if self.stream_k_units else 1
-
-    @property
     def tile_columns(self) -> int:
         """The number of weight tiles along n per CTA tile."""
         return self.weight_tiles * self.warps_n
@@ -131,11 +126,6 @@ class GemmFragmentsConfig:
     def threads(self) -> int:
         """The number of threads per CTA."""
         return 32 * self.warps_n * self.warps_k
-
-    @property
-    def pass_rows(self) -> int:
-        """The number of rows of accumulators that shared memory holds at once."""
-        return self.block_m if self.block_m <= 32 else 16 if self.block_m % 16 == 0 else 8
 
     def stage_bytes(self, problem: Problem) -> int:
         """Return the size of a pipeline stage in bytes: codes and groups of the weight tiles, and x."""

@@ -14,7 +14,7 @@ from cupy_awq.kernels.family import FunctionFamily, Workspace, constants
 from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import packed_refusal, prepare_weight, weight_tile_bytes
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem
-from cupy_awq.kernels.tiling import ceil_div, stream_k_divisions
+from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, stream_k_divisions
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -67,7 +67,7 @@ COSTS = GemmW4A8MmaCosts()
 
 
 @dataclass(frozen=True)
-class GemmW4A8MmaConfig:
+class GemmW4A8MmaConfig(MmaStreamK):
     """A configuration of ``gemm_w4a8_mma.cu``.
 
     Attributes:
@@ -92,19 +92,9 @@ class GemmW4A8MmaConfig:
     stream_k_ctas: int = 0
 
     @property
-    def split_k(self) -> int:
-        """The average number of CTAs per stream-K tile, rounded up; 1 without stream-K."""
-        return ceil_div(self.stream_k_ctas, self.stream_k_units) if self.stream_k_units else 1
-
-    @property
     def block_n(self) -> int:
         """The number of columns per CTA tile."""
         return self.warps_n * WARP_N
-
-    @property
-    def pass_rows(self) -> int:
-        """The number of rows of accumulators that shared memory holds at once."""
-        return self.block_m if self.block_m <= 32 else 16 if self.block_m % 16 == 0 else 8
 
     def stage_bytes(self, problem: Int8Problem) -> int:
         """Return the size of a pipeline stage in bytes: x with its scales, and the weight."""
