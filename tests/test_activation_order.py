@@ -325,7 +325,7 @@ def test_layers_and_plans_with_an_order_on_the_gpu(m: int, element: np.dtype[Any
     assert planned.get().tobytes() == layer(put(x)).get().tobytes()
     alone = AwqLinear(layer.weight, order=layer.order, keep_weight=False)
     if element != np.float32:
-        assert alone(put(x)).get().tobytes() == planned.get().tobytes()
+        check_product(alone(put(x)), x[:, order], weight, rounded=m > 32)
 
 
 @pytest.mark.gpu
