@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--layer",
         action="store_true",
-        help="gemm: kernels of AwqLinear, which repacks weights on Hopper (default: those for the AWQ layout)",
+        help="gemm: kernels of AwqLinear, which repacks weights from sm_75 on (default: those for the AWQ layout)",
     )
     explain.add_argument(
         "--order",
