@@ -36,8 +36,9 @@ class AwqLinear(GemmLayer):
     skips validation and kernel selection. Threads and streams may share a layer.
 
     From sm_75 on the layer also stores the weight in the fragment layout, which the fastest kernels read, if K is a
-    multiple of 64, the group size is 16, 32, 64, K or a multiple of 128, and the zero points are integers. There, a
-    GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
+    multiple of 64, and the group size is 16, 32, 64, K or a multiple of 128. There, a GEMM of 33 or more rows, and one
+    of any number of rows with offsets instead of zero points, may round each dequantized weight to the dtype of x, as
+    `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.

@@ -50,7 +50,8 @@ def check_layer(layer: AwqLinear, m: int, device: str) -> tuple[np.ndarray, np.n
     y = layer(x if device == "cpu" else put(x), out=out)
     y = y if device == "cpu" else y.get()
     order = layer.order if layer.order is None or device == "cpu" else layer.order.get()
-    check_product(y, x if order is None else x[:, order], on_host(layer.weight), rounded=m > 32)
+    rounded = m > 32 or (device != "cpu" and layer.weight.spec.zeros == "float")
+    check_product(y, x if order is None else x[:, order], on_host(layer.weight), rounded=rounded)
     return x, y
 
 

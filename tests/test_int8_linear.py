@@ -20,7 +20,7 @@ from cupy_awq.block_check import validate_block_weight
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, INT8_FRAGMENTS, INT8_ROWS, Problem
 from cupy_awq.kernels.registry import FAMILIES, FAMILIES_OF
-from cupy_awq.ops.int8_weight import scale_exponent
+from cupy_awq.ops.repack import scale_exponent
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight

@@ -49,7 +49,8 @@ def test_any_problem(backend: str, data: st.DataObject) -> None:
     """
     arch = data.draw(st.sampled_from(ARCHS))
     dtypes = ("float16",) if arch == 75 else ("float16", "bfloat16")
-    problem = any_problem(data, [1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130], 320, 640, dtypes)
+    zeros = "packed", "symmetric", "float"
+    problem = any_problem(data, [1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 65, 100, 130], 320, 640, dtypes, zeros)
     problem = scaled(problem)
     if data.draw(st.booleans()):
         problem = replace(problem, wide_scales=data.draw(st.booleans()))

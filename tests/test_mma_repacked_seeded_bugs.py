@@ -11,7 +11,7 @@ import pytest
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
-MAIN, REDUCE = "gemm/gemm_mma_fragments.cu", "common/reduce.cuh"
+MAIN, REDUCE, LAYOUT = "gemm/gemm_mma_fragments.cu", "common/reduce.cuh", "gemm/repacked_layout.cuh"
 LOOP, COPIES, EPILOGUE = (f"gemm/gemm_mma_fragments_{part}.cuh" for part in ("mainloop", "copies", "epilogue"))
 FEW = Problem(3, 104, 1088, 32, layouts=(AWQ, FRAGMENTS))
 """Few rows: each warp has stages of its own and three k tiles (128 k each), and K ends within a weight tile.
@@ -61,6 +61,12 @@ def fused(old: str, new: str, caught: tuple[str, str], role: Literal["add_to_str
 def staged(old: str, new: str, caught: tuple[str, str], file: str = LOOP) -> Seed:
     """Return a bug to plant in a launch for sm_75, where threads copy through registers to shared memory."""
     return Seed("gemm_mma_fragments", 75, file, old, new, caught, MANY, STAGED_CONFIG)
+
+
+def offsets(old: str, new: str, dtype: str) -> Seed:
+    """Return a bug to plant in a launch with offsets in place of zero points, and scales in float16."""
+    problem = replace(FEW, zeros="float", dtype=dtype, scale_exponent=9)
+    return Seed("gemm_mma_fragments", 80, LAYOUT, old, new, VALUES, problem, {**FEW_CONFIG, "math": "kScaled"})
 
 
 IN_FLIGHT = ("in flight", "race")
@@ -126,6 +132,17 @@ SEEDS = {
     "a lane past the last column leaves the sum of squares": fused(
         "if (is_complete) stream.store_square_sum", "if (is_complete && is_valid) stream.store_square_sum",
         DEADLOCK, "add_to_stream",
+    ),
+    "offsets of the first column for both": offsets(
+        "return ptx::fma_f16x2(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>",
+        "return ptx::fma_f16x2(pair, ptx::twice<UPPER>(scales), ptx::twice<0>",
+        "float16",
+    ),
+    "offsets are not multiplied by the factor of the scales": offsets(
+        "offsets = scaled(group.offsets, factor)", "offsets = group.offsets", "bfloat16",
+    ),
+    "a zero point of 8 is subtracted beside the offset": offsets(
+        "Zeros::kOffset ? 0u", "Zeros::kOffset ? 0x0808u", "float16",
     ),
     "the next stage is stored to the stage that warps still read": staged(
         "copies.store_loaded(stage_idx);", "copies.store_loaded(finished);", RACE,

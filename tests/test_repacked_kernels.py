@@ -29,7 +29,12 @@ from tests.test_reference import float64_weight
 
 
 def any_problem(
-    data: st.DataObject, rows: list[int], most_n: int, most_k: int, dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    data: st.DataObject,
+    rows: list[int],
+    most_n: int,
+    most_k: int,
+    dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+    zeros: tuple[str, ...] = ("packed", "symmetric"),
 ) -> Problem:
     """Draw a problem of any group size, zeros, scales and epilogue that all repacked families support."""
     group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192, 256]))
@@ -42,7 +47,7 @@ def any_problem(
         group_size=group_size,
         dtype=data.draw(st.sampled_from(dtypes)),
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
-        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        zeros=data.draw(st.sampled_from(zeros)),
         bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
         residual=data.draw(st.booleans()),
         activation=data.draw(st.sampled_from([None, "clamp", *FUNCTIONS])),
@@ -387,7 +392,7 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("zeros", ["packed", "symmetric"])
+@pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
 @pytest.mark.parametrize(
     ("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192), (192, 40, 16)]
 )
@@ -401,4 +406,5 @@ def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: 
     np.testing.assert_array_equal(codes, unpack_int4(weight.qweight))
     np.testing.assert_array_equal(scales, weight.scales.view(np.uint16))
     if points is not None:
-        np.testing.assert_array_equal(points, unpack_int4(weight.qzeros))
+        wanted = weight.qzeros.view(np.uint16) if zeros == "float" else unpack_int4(weight.qzeros)
+        np.testing.assert_array_equal(points, wanted)

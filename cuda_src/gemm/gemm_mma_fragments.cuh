@@ -11,7 +11,7 @@
 // How a warp computes the products of a group:
 //   kExact    operand A is q - z (ExactCodes); the float32 sums of a group, or of a stage if this is shorter, are
 //             multiplied by the group's scale, so that no product is rounded
-//   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes); the only choice for 8-bit codes
+//   kScaled   operand A is (q - z) * s, rounded once (ScaledCodes); the only choice for 8-bit codes and for offsets
 // Operand A is normal in both. Tensor cores align products by the exponents of their operands, that of a
 // subnormal q * 2^-24 as if it were 2^-14, and cut off the same number of bits below: up to 10 bits of precision less.
 enum class Math { kExact, kScaled };
@@ -45,8 +45,8 @@ template <class Host> struct GemmMmaFragments : Host {
   static_assert(Host::kXRows == Host::kBlockM || (kM8Tiles == 1 && Host::kXRows < 8),
                 "only few rows are fewer than those of a tile");
   static_assert(!Host::kGated || kTileColumns % 2 == 0, "half of the tile columns are the gate projection");
-  static_assert(Host::kBits == 8 ? kScalesWeight : Host::kZeros != Zeros::kOffset,
-                "8-bit codes are scaled before the product; offsets are not added to 4-bit codes");
+  static_assert(kScalesWeight || (Host::kBits == 4 && Host::kZeros != Zeros::kOffset),
+                "8-bit codes are scaled, and offsets added, before the product");
   static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
   static_assert(Host::kAsync || Host::kStages == 2, "copies through registers fill the other one of two stages");
   static_assert(!Host::kAddsToStream || (!Host::kGated && !Host::kHasResidual && Host::kAligned),

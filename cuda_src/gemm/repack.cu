@@ -5,7 +5,7 @@
 //
 //   qweight  uint32 [k, n / 8], row stride ldq words
 //   scales   SCALE [groups, n], row stride lds values
-//   zeros    uint32 [groups, n / 8], row stride ldz words; or null
+//   zeros    uint32 [groups, n / 8]; or offsets, SCALE [groups, n]; or null; row stride ldz elements
 //   out      weight tiles [ceil(n / BLOCK_N) * BLOCK_N / 32][ceil(k / 128)]
 //
 // Limits: k % 64 == 0; FragmentLayout.refusal in kernels/gemm/layouts.py has the others. sm_60 and newer. Grid: (k
@@ -25,8 +25,8 @@ constexpr int kLanes = kWeightTileN * kWeightTileK / 32;  // number of 16-byte v
 static_assert(kWords % 2 == 0, "a row's words plus one must be odd");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    repack(const uint32_t* qweight, const SCALE* scales, const uint32_t* zeros, uint8_t* out, int n, int k,
-           int group_size, int ldq, int lds, int ldz) {
+    repack(const uint32_t* qweight, const SCALE* scales, const void* zeros, uint8_t* out, int n, int k, int group_size,
+           int ldq, int lds, int ldz) {
   __shared__ uint32_t rows[kWeightTileK * kRowWords];
   const int k_begin = blockIdx.x * kWeightTileK;
   const int first_word = blockIdx.y * kWords;
@@ -78,8 +78,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (inside) scale = scales[static_cast<int64_t>(group) * lds + block_column];
     reinterpret_cast<SCALE*>(target)[slot] = scale;
     if constexpr (Layout::kZeros == Zeros::kPacked) {
-      const uint32_t word = inside ? zeros[static_cast<int64_t>(group) * ldz + block_column / 8] : 0u;
+      const auto* words = static_cast<const uint32_t*>(zeros);
+      const uint32_t word = inside ? words[static_cast<int64_t>(group) * ldz + block_column / 8] : 0u;
       target[32 + slot] = static_cast<uint8_t>(code(word, block_column % 8));
+    } else if constexpr (Layout::kZeros == Zeros::kOffset) {
+      SCALE offset = {};
+      if (inside) offset = static_cast<const SCALE*>(zeros)[static_cast<int64_t>(group) * ldz + block_column];
+      reinterpret_cast<SCALE*>(target)[16 + slot] = offset;
     }
   }
 }

@@ -81,11 +81,14 @@ template <class C> struct Group {
   uint32_t zeros;    // the zero points of both columns, in the two lowest bytes
   uint32_t offsets;  // the offsets of both columns, of type Scale; 0 without offsets
 
+  // The zero points of a weight without packed ones.
+  static constexpr uint32_t kFixedZeros = C::kZeros == Zeros::kOffset ? 0u : 0x0808u;
+
   // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
   // first group of the tile.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
     return {ptx::ld_shared_u32(scales + group * C::kGroupBytes),
-            C::kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * C::kGroupBytes) : 0x0808u,
+            C::kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * C::kGroupBytes) : kFixedZeros,
             C::kZeros == Zeros::kOffset ? ptx::ld_shared_u32(scales + 32 + group * C::kGroupBytes) : 0u};
   }
   __device__ __forceinline__ float scale(int upper) const {
@@ -137,9 +140,10 @@ template <> struct ExactCodes<bfloat16_t> {
 
 // Converts codes to operand A with one rounding: a value is ((q - z) * scale + offset) * factor. `factor` is a power of
 // two that moves all scales into T's normal range, at most 2^15 if the scales are float16.
-template <class T, class C> struct ScaledCodes;
+template <class T, class C, bool kHasHalfOffsets = C::kZeros == Zeros::kOffset && kIsHalf<typename C::Scale>>
+struct ScaledCodes;
 
-template <class C> struct ScaledCodes<half_t, C> {
+template <class C, bool kHasHalfOffsets> struct ScaledCodes<half_t, C, kHasHalfOffsets> {
   static constexpr uint32_t kMinusOne = 0xbc00bc00u, k960 = 0x63806380u;
 
   struct Factor {
@@ -157,13 +161,8 @@ template <class C> struct ScaledCodes<half_t, C> {
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group<C>& group, const Factor& factor)
       : lows(__byte_perm(group.zeros, 0x64u, 0x4140)), highs(ptx::fma_f16x2(lows, kMinusOne, k960)) {
-    if constexpr (kIsHalf<typename C::Scale>) {
-      scales = ptx::mul_f16x2(group.scales, factor.pair);
-    } else {
-      scales = from_float<half_t>(group.scale(1) * factor.value).bits * 0x10000u +
-               from_float<half_t>(group.scale(0) * factor.value).bits;
-    }
-    if constexpr (C::kZeros == Zeros::kOffset) offsets = ptx::mul_f16x2(group.offsets, factor.pair);
+    scales = scaled(group.scales, factor);
+    if constexpr (C::kZeros == Zeros::kOffset) offsets = scaled(group.offsets, factor);
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
 #pragma unroll
@@ -185,6 +184,13 @@ template <class C> struct ScaledCodes<half_t, C> {
   }
 
  private:
+  // Multiplies two scales or offsets by the factor.
+  static __device__ __forceinline__ uint32_t scaled(uint32_t pair, const Factor& factor) {
+    if constexpr (kIsHalf<typename C::Scale>) return ptx::mul_f16x2(pair, factor.pair);
+    const float lower = to_float(typename C::Scale{static_cast<uint16_t>(pair)});
+    const float upper = to_float(typename C::Scale{static_cast<uint16_t>(pair >> 16)});
+    return from_float<half_t>(upper * factor.value).bits * 0x10000u + from_float<half_t>(lower * factor.value).bits;
+  }
   template <int UPPER> __device__ __forceinline__ uint32_t scale(uint32_t pair) const {
     if constexpr (C::kZeros == Zeros::kOffset) {
       return ptx::fma_f16x2(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
@@ -194,7 +200,7 @@ template <class C> struct ScaledCodes<half_t, C> {
   }
 };
 
-template <class C> struct ScaledCodes<bfloat16_t, C> {
+template <class C> struct ScaledCodes<bfloat16_t, C, false> {
   struct Factor {
     float value;
     uint32_t pair;
@@ -258,6 +264,21 @@ template <class C> struct ScaledCodes<bfloat16_t, C> {
       pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
     } else {
       pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scales));
+    }
+  }
+};
+
+// With float16 scales and offsets, a weight is rounded to float16, eight times finer than to bfloat16, before.
+template <class C> struct ScaledCodes<bfloat16_t, C, true> : ScaledCodes<half_t, C> {
+  using ScaledCodes<half_t, C>::ScaledCodes;
+
+  template <class Words> __device__ __forceinline__ void convert(uint32_t (&a)[4], const Words& words) const {
+    ScaledCodes<half_t, C>::convert(a, words);
+#pragma unroll
+    for (uint32_t& pair : a) {
+      const float lower = to_float(half_t{static_cast<uint16_t>(pair)});
+      const float upper = to_float(half_t{static_cast<uint16_t>(pair >> 16)});
+      pair = from_float<bfloat16_t>(upper).bits * 0x10000u + from_float<bfloat16_t>(lower).bits;
     }
   }
 };

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,8 @@ from cupy_awq.check import HOST, Array, WeightSpec
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GEMM_MMA_FRAGMENTS
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import INT8_FRAGMENTS, INT8_ROWS, Problem
-from cupy_awq.ops.repack import RepackedWeight
+from cupy_awq.ops.repack import RepackedWeight, scale_exponent
 from cupy_awq.runtime import device, placement
-
-LARGEST_WEIGHT = 13
-"""The exponent of the power of two up to which float16 weights are scaled; float16 ends at 2**16."""
-MAX_EXPONENT = 100
-"""The largest magnitude of the exponent: float32 holds its power of two and the inverse of it."""
 
 
 class Int8Weight(RepackedWeight):
@@ -85,20 +79,3 @@ def pack_int8(weight: BlockQuantizedWeight, dtype: np.dtype[Any], gated: bool) -
 def _rounded(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> list[Array | None]:
     """Return the scales and the offsets (or None), contiguous and rounded to ``dtype``."""
     return [a if a is None else a.astype(dtype, order="C") for a in (weight.scale, weight.offset)]
-
-
-def scale_exponent(scales: Array, offsets: Array | None = None) -> int:
-    """Return the exponent of the power of two that moves float16 weights up, so that small ones are normal numbers.
-
-    The largest weight is then at most 2**LARGEST_WEIGHT.
-
-    >>> scale_exponent(np.full((1, 1), 0.001)), scale_exponent(np.ones((1, 1)), np.full((1, 1), 4000.0))
-    (15, 0)
-    """
-    # NumPy computes the extremes, because CuPy's reductions import SciPy, which takes 0.6 s.
-    arrays = (a.get() if hasattr(a, "get") else a for a in (scales, offsets) if a is not None)
-    extremes = [float(np.abs(a).max()) for a in arrays]
-    largest = 128 * extremes[0] + sum(extremes[1:])
-    if not 0 < largest < math.inf:
-        return 0
-    return max(-MAX_EXPONENT, min(MAX_EXPONENT, LARGEST_WEIGHT - math.ceil(math.log2(largest))))

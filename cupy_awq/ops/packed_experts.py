@@ -133,7 +133,7 @@ def _repack(
     """Return the weights in the fragment layout and their properties, or None if no kernel of the GPU reads it."""
     gpu = device.of(index)
     layout = FragmentLayout(form.k, form.n, form.group_size, form.scales_dtype, form.zeros)
-    if gpu.refusal(NEEDS) or layout.refusal():
+    if gpu.refusal(NEEDS) or layout.refusal() or form.zeros == "float":
         return None, form
     import cupy
 

@@ -15,6 +15,11 @@ from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launcher import launch
 from cupy_awq.weight import PackedWeight
 
+LARGEST_WEIGHT = 13
+"""The exponent of the power of two up to which float16 weights are scaled; float16 ends at 2**16."""
+MAX_EXPONENT = 100
+"""The largest magnitude of the exponent: float32 holds its power of two and the inverse of it."""
+
 
 class RepackedWeight(PackedWeight):
     """A `PackedWeight` with a repacked copy; the original arrays may have been freed.
@@ -86,6 +91,8 @@ def repack(weight: PackedWeight) -> PackedWeight:
     extremes = np.array([magnitudes.max(), min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1], np.uint16)
     # 2**15 makes the smallest float16 scale, 2**-24, a normal number; 2**127 is the largest power of two in float32.
     max_exponent = 15 if spec.dtype == np.float16 else 127
+    if spec.zeros == "float":
+        return RepackedWeight(weight, out, min(max_exponent, scale_exponent(weight.scales, weight.qzeros)), False)
     largest, smallest = map(float, extremes.view(spec.dtype))
     return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
 
@@ -113,3 +120,20 @@ def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int
     exponent = min(max_exponent, (7 if mantissa == 0.5 else 6) - power)
     wide = abs(exponent) > 100 or smallest * 2.0**exponent < 2.0**-14
     return (0, True) if wide else (exponent, False)
+
+
+def scale_exponent(scales: Array, offsets: Array | None = None) -> int:
+    """Return the exponent of the power of two that moves float16 weights up, so that small ones are normal numbers.
+
+    The largest weight is then at most 2**LARGEST_WEIGHT.
+
+    >>> scale_exponent(np.full((1, 1), 0.001)), scale_exponent(np.ones((1, 1)), np.full((1, 1), 4000.0))
+    (15, 0)
+    """
+    # NumPy computes the extremes, because CuPy's reductions import SciPy, which takes 0.6 s.
+    arrays = (a.get() if hasattr(a, "get") else a for a in (scales, offsets) if a is not None)
+    extremes = [float(np.abs(a).max()) for a in arrays]
+    largest = 128 * extremes[0] + sum(extremes[1:])
+    if not 0 < largest < math.inf:
+        return 0
+    return max(-MAX_EXPONENT, min(MAX_EXPONENT, LARGEST_WEIGHT - math.ceil(math.log2(largest))))

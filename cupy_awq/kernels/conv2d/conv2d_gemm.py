@@ -8,7 +8,6 @@ in which offsets may take the place of zero points.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -78,8 +77,7 @@ def refusal(problem: Convolution, device: Device) -> str | None:
         return "needs y in NHWC with pixels at multiples of 16 bytes"
     if sizes.pixels < ROUNDED_MIN_M:
         return f"needs {ROUNDED_MIN_M} pixels of y, not {sizes.pixels}"
-    # The layout refuses float offsets because the kernel `repack` does not support them; `arrange` does.
-    return replace(FragmentLayout.of(gemm_problem(problem)), zeros="symmetric").refusal()
+    return FragmentLayout.of(gemm_problem(problem)).refusal()
 
 
 def configs(problem: Convolution, device: Device) -> list[GemmConfig]:

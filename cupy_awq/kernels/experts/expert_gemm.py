@@ -122,8 +122,8 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
     reason = device.refusal(NEEDS) or problem.fragments.refusal()
     if reason is not None:
         return reason
-    if problem.layout != FRAGMENTS:
-        return "needs repacked weights"
+    if problem.layout != FRAGMENTS or problem.zeros == "float":
+        return "needs repacked weights, with zero points as 4-bit codes or none"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"takes x of float16 or bfloat16, not {problem.dtype}"
     if problem.gated and problem.n % 32:

@@ -21,17 +21,25 @@ MAX_FUSED_ROWS = 32
 
 
 def fragment_refusal(
-    problem: Problem, device: Device, needs: Iterable[Capability], layouts: Collection[str] = (FRAGMENTS,)
+    problem: Problem,
+    device: Device,
+    needs: Iterable[Capability],
+    layouts: Collection[str] = (FRAGMENTS,),
+    *,
+    adds_offsets: bool = False,
 ) -> str | None:
     """Return the reason why kernels that read the fragment layout cannot solve the problem, or None.
 
-    ``needs`` are the capabilities that the kernels need, ``layouts`` the names of the layouts of which they read one.
+    ``needs`` are the capabilities that the kernels need, ``layouts`` the names of the layouts of which they read one;
+    ``adds_offsets`` says whether they serve weights with offsets.
     """
     reason = device.refusal(needs)
     if reason is not None:
         return reason
     if not any(name in problem.layouts for name in layouts):
         return "takes a 4-bit weight" if problem.bits == 8 else "needs the repacked weight of an AwqLinear"
+    if problem.zeros == "float" and not adds_offsets:
+        return "needs zero points as 4-bit codes or none, not float offsets"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"takes x of float16 or bfloat16, not {problem.dtype}"
     if not problem.x_aligned:

@@ -30,7 +30,7 @@ MAX_GATED_BYTES = 1 << 33
 STAGED_BLOCK_M = 96
 """The largest ``block_m`` for which registers also hold the copies of a stage, where the GPU lacks cp.async."""
 INT8_BLOCK_M = 80
-"""The largest ``block_m`` for which registers hold 8-bit codes in every layout of the warps, also without cp.async."""
+"""The largest ``block_m`` for which registers hold 8-bit codes, or converted offsets, in every layout of the warps."""
 MAX_STAGES = 8
 """The largest number of pipeline stages."""
 RESERVED_BYTES = 1024
@@ -155,14 +155,15 @@ class GemmFragmentsConfig(MmaStreamK):
 def refusal(problem: Problem, device: Device) -> str | None:
     if problem.gathers_x:
         return "cannot gather the columns of x"
-    if device.has(*HOPPER) and problem.bits == 4:
-        return "serves GPUs on which gemm_sm90 cannot run"
+    if device.has(*HOPPER) and problem.bits == 4 and problem.zeros != "float":
+        return "serves weights and GPUs that gemm_sm90 does not"
     if problem.gated and FragmentLayout.of(problem).nbytes > MAX_GATED_BYTES:
         return f"needs a gated weight of at most {MAX_GATED_BYTES >> 30} GiB"
     if problem.bits == 8 and problem.dtype != problem.scales_dtype:
         return f"takes x in the dtype of the 8-bit weight, {problem.scales_dtype}, not {problem.dtype}"
     needs = (*NEEDS, Capability.BFLOAT16) if problem.dtype == "bfloat16" else NEEDS
-    return fusion_refusal(problem) or fragment_refusal(problem, device, needs, (FRAGMENTS, INT8_FRAGMENTS))
+    layouts = FRAGMENTS, INT8_FRAGMENTS
+    return fusion_refusal(problem) or fragment_refusal(problem, device, needs, layouts, adds_offsets=True)
 
 
 def reduction(config: GemmFragmentsConfig, problem: Problem) -> Reduction | None:
@@ -182,7 +183,7 @@ def configs(problem: Problem, device: Device) -> list[GemmFragmentsConfig]:
 def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
     is_async = device.has(Capability.CP_ASYNC)
     most = 128 if is_async else STAGED_BLOCK_M
-    if problem.bits == 8 and (problem.batch_invariant or not is_async):
+    if converts_offsets(problem) or (problem.bits == 8 and (problem.batch_invariant or not is_async)):
         most = INT8_BLOCK_M
     for how in maths(problem):
         for block_m in _heights(problem.m, how, most, 8 if problem.bits == 4 else 16):
@@ -205,12 +206,17 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
 
 def maths(problem: Problem) -> tuple[Math, ...]:
     """Return the values of ``math`` to try; several for a batch-invariant weight, which needs the same for every M."""
-    if problem.bits == 8:
+    if problem.bits == 8 or problem.zeros == "float":
         return ("kScaled",)
     is_wide = problem.dtype == "float16" and problem.wide_scales
     if problem.batch_invariant:
         return ("kExact",) if is_wide else ("kExact", "kScaled")
     return ("kExact",) if problem.m < ROUNDED_MIN_M or is_wide else ("kScaled",)
+
+
+def converts_offsets(problem: Problem) -> bool:
+    """Return whether the offsets of the weight are converted to the dtype of x, which takes registers."""
+    return problem.zeros == "float" and problem.dtype != problem.scales_dtype
 
 
 def _heights(m: int, math: Math, most: int, step: int = 8) -> list[int]:
@@ -251,7 +257,7 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     if math == "kExact":
         return Layout(1, 4, 2), Layout(1, 8, 1)
     if block_m <= 64:
-        four = Layout(1, 4, 1, 2 if problem.bits == 8 else 3)
+        four = Layout(1, 4, 1, 2 if problem.bits == 8 or problem.zeros == "float" else 3)
         one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), four
         if block_m > 48 or problem.bits == 8:
             return one  # registers would spill with more columns per warp

@@ -94,8 +94,6 @@ class FragmentLayout(WeightLayout):
     NAME = FRAGMENTS
 
     def refusal(self) -> str | None:
-        if self.zeros == "float" and self.bits == 4:
-            return "needs zero points as 4-bit codes or none, not float offsets"
         if self.n % 8:
             return f"needs N to be a multiple of 8, not {self.n}"
         if self.k % 64:
@@ -147,7 +145,8 @@ class FragmentLayout(WeightLayout):
         once after the launch.
         """
         kernel = Kernel("gemm/repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
-        sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, self.n // 8)))
+        zeros = self.n if self.zeros == "float" else self.n // 8
+        sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, zeros)))
         arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *(np.int32(size) for size in sizes))
         grid = (self.k_tiles, ceil_div(self.n, BLOCK_N), 1)
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
@@ -194,8 +193,8 @@ class FragmentLayout(WeightLayout):
             out: the weight in the fragment layout, ``nbytes`` bytes.
 
         Returns:
-            The codes, uint8 [K, N]; the bits of the scales, uint16 [K/G, N]; and the zero points, uint8 [K/G, N], or
-            None if ``zeros`` is "symmetric".
+            The codes, uint8 [K, N]; the bits of the scales, uint16 [K/G, N]; and the zero points, uint8 [K/G, N], the
+            bits of the offsets, uint16 [K/G, N], or None if ``zeros`` is "symmetric".
 
         Raises:
             ValueError: the padding is not zero.
@@ -213,19 +212,22 @@ class FragmentLayout(WeightLayout):
         flat = codes.reshape(self.k_tiles * WEIGHT_TILE_K, self.tile_columns * WEIGHT_TILE_N)
 
         groups = tiles[:, :, code_bytes:].reshape(self.tile_columns, self.k_tiles, self.groups, 2, -1)
-        scales = groups[..., :32].copy().view("<u2").reshape(*groups.shape[:4], 8, 2)
-        # From [tile column, k tile, group, 16-column half, g, upper 8 columns] to [k tile, group, tile column, half,
-        # upper, g]; g = lane / 4, as in cuda_src/gemm/repacked_layout.cuh.
-        by_row = 1, 2, 0, 3, 5, 4
-        scales = scales.transpose(by_row).reshape(-1, flat.shape[1])
-        zeros = None
-        if self.zeros == "packed":
-            zeros = groups[..., 32:].reshape(*groups.shape[:4], 8, 2).transpose(by_row).reshape(-1, flat.shape[1])
-        if flat[self.k :].any() or flat[:, self.n :].any() or scales[:, self.n :].any():
-            raise ValueError("out: expected zeros in the padding, got other values")
         # If a group spans several weight tiles, each of these tiles has a copy of the scales; the first copy is read.
         first = np.arange(self.k // self.group_size) * max(1, self.group_size // WEIGHT_TILE_K)
-        return flat[: self.k, : self.n], scales[first, : self.n], None if zeros is None else zeros[first, : self.n]
+
+        def by_row(part: Bits, dtype: str) -> Bits:
+            # From [tile column, k tile, group, 16-column half, g, upper 8 columns] to [k tile, group, tile column,
+            # half, upper, g]; g = lane / 4, as in cuda_src/gemm/repacked_layout.cuh.
+            values = part.copy().view(dtype).reshape(*groups.shape[:4], 8, 2).transpose(1, 2, 0, 3, 5, 4)
+            return values.reshape(-1, flat.shape[1])
+
+        scales = by_row(groups[..., :32], "<u2")
+        if flat[self.k :].any() or flat[:, self.n :].any() or scales[:, self.n :].any():
+            raise ValueError("out: expected zeros in the padding, got other values")
+        zeros = None
+        if self.zeros != "symmetric":
+            zeros = by_row(groups[..., 32:], "u1" if self.zeros == "packed" else "<u2")[first, : self.n]
+        return flat[: self.k, : self.n], scales[first, : self.n], zeros
 
 
 LAYOUTS: dict[str, type[WeightLayout]] = {AWQ: AwqLayout, FRAGMENTS: FragmentLayout}
