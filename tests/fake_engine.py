@@ -44,7 +44,7 @@ class FakeRunner:
     are launched ahead, and the runner knows the tokens that they chose before its caller does.
     """
 
-    is_paged, max_chunk = True, 128
+    max_chunk = 128
 
     def __init__(self, blocks: int, is_ahead: bool = False) -> None:
         self.blocks, self.max_tokens = blocks, min(1000, blocks * BLOCK)

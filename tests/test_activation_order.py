@@ -29,12 +29,12 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.forward import Add, Norm, Project
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests import llm_models, packers, simt
 from tests.backends import BACKENDS, runner
+from tests.logits import logits_of
 from tests.packers import Packed
 from tests.products import ELEMENTS, ZEROS, check_product, nan_like, put, tensors
 from tests.test_formats_llm import numbers
@@ -225,11 +225,7 @@ def act_order_files(path: Path, config: dict[str, Any], *, shared: bool = True, 
 def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:
     files = llm.read(path)
     model = build_model(files, ops(files.config, **options))
-    cache = model.ops.make_cache(1, 40)
-    parts = [IDS[:6], *([token] for token in IDS[6:])]  # a prompt of six tokens, then decode steps of one token
-    hidden = [part for ids in parts for part in model.prefill(cache, 0, ids)]
-    found = np.concatenate([model.logits(part)[0] for part in hidden])
-    return found if isinstance(found, np.ndarray) else found.get()
+    return logits_of(model, IDS, 6, *[1] * (len(IDS) - 6))  # a prompt of six tokens, then decode steps
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -277,14 +273,13 @@ def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.
 
     monkeypatch.setattr(ops, "run", recorded)
     first, second = (Norm(rng.standard_normal(192).astype(np.float32), 1e-5) for _ in range(2))
-    table, tokens = rng.standard_normal((m, 192)).astype(np.float16), np.arange(m, dtype=np.int32)[:, None]
-    cache = Cache((), np.zeros(m, np.int32), {}, [[] for _ in range(m)], 1)
+    table, tokens = rng.standard_normal((m, 192)).astype(np.float16), np.arange(m, dtype=np.int32)[None]
 
     def forward(ops: Any, count: int) -> np.ndarray:
         enter, leave = ops.make_projection(gate_up, gated=True), ops.make_projection(down)
         operations = [first, Project(enter), Add(leave), second, Project(enter), Add(leave), first]
         operations.append(Project(lambda x: x))  # its weight has no activation order
-        return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
+        return ops.make_forward(table, operations[:count])(tokens, None).astype(np.float32)
 
     for count in (5, 8):
         entries.clear()

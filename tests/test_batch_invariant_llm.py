@@ -11,24 +11,35 @@ import pytest
 
 from cupy_awq import llm
 from cupy_awq.kernels.decoder import decoder as kernels
+from cupy_awq.kernels.decoder.attention import PREFILL_TILE
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations
 from tests import llm_models
 from tests.backends import BACKENDS, Run, runner
+from tests.logits import logits_of
+from tests.paged_cache import pages
 from tests.test_batch_invariant import GPU, bits
 from tests.test_kernels import DTYPES, facts
 
 
 def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
     """Return causal attention of ``steps`` tokens per sequence; ``starts`` are their first tokens' positions."""
-    _, kv_heads, capacity, head_dim = cache[0].shape
-    sizes = kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
-    plan = kernels.plan_attention(here, len(starts) * steps, steps, q.shape[1], *sizes, q.dtype.name)
+    table, k, v = cache
+    _, kv_heads, block, head_dim = k.shape
     some = np.concatenate([q[start : start + steps] for start in starts])
+    sizes = q.shape[1], kv_heads, head_dim, table.shape[1] * block, kv_heads * block * head_dim
+    tiles = [
+        (i * steps + at, min(PREFILL_TILE, steps - at), start + at, 1 + i)
+        for i, start in enumerate(starts)
+        for at in range(0, steps, PREFILL_TILE)
+    ]
+    plan = kernels.plan_attention(here, len(some), *sizes, q.dtype.name, len(tiles))
+    lengths = np.concatenate([np.arange(start, start + steps, dtype=np.int32) for start in starts])
+    rows = {"lengths": lengths, "slots": np.repeat(np.arange(1, 1 + len(starts), dtype=np.int32), steps)}
     out = np.full_like(some, np.nan)
-    run(plan, {"q": some, "k": cache[0], "v": cache[1], "lengths": np.array(starts, np.int32), "out": out})
+    run(plan, {"q": some, "k": k, "v": v, **rows, "work": np.array(tiles, np.int32), "table": table, "out": out})
     return out
 
 
@@ -47,14 +58,15 @@ def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: 
     k, v = (random_activations(rng, 2, kv_heads, capacity, head_dim, dtype=DTYPES[dtype]) for _ in "kv")
     k[1], v[1] = k[0], v[0]
     k[:, :, length:] = v[:, :, length:] = np.nan
-    whole = attend(run, here, q, (k[:1], v[:1]), [0], length)
+    cache = pages(rng, k, v)
+    whole = attend(run, here, q, cache, [0], length)
     for start in (0, 1, 63, 64, 250, 298):
         steps = min(49, length - start)
         np.testing.assert_array_equal(
-            bits(attend(run, here, q, (k[:1], v[:1]), [start], steps)), bits(whole[start : start + steps])
+            bits(attend(run, here, q, cache, [start], steps)), bits(whole[start : start + steps])
         )
     for pair in ([0, 299], [63, 64], [255, 256], [257, 5]):
-        np.testing.assert_array_equal(bits(attend(run, here, q, (k, v), pair, 1)), bits(whole[pair]))
+        np.testing.assert_array_equal(bits(attend(run, here, q, cache, pair, 1)), bits(whole[pair]))
     for row in (0, 64, 299):
         keys, values = (a[0, 0, : row + 1].astype(np.float64) for a in (k, v))
         for head in range(heads):
@@ -65,22 +77,6 @@ def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: 
 
 
 PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, llm_models.VOCAB - 8, 90)]
-
-
-def prompt_logits(model: Any, ids: list[int], chunks: list[int], sequences: int = 1, at: int = 0) -> np.ndarray:
-    """Return the logits of each token of a prompt that runs in ``chunks``, as sequence number ``at`` of a batch."""
-    cache = model.ops.make_cache(sequences, len(ids) + 8)
-    for i in range(sequences):
-        if i != at:
-            list(model.prefill(cache, i, ids[i : i + 3]))
-    found, start = [], 0
-    for size in [*chunks, len(ids)]:
-        part = ids[start : start + size]
-        found += (
-            [model.ops.to_numpy(model.logits(hidden))[0] for hidden in model.prefill(cache, at, part)] if part else []
-        )
-        start += len(part)
-    return np.concatenate(found)
 
 
 def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> None:
@@ -102,15 +98,13 @@ def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> No
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", False), ("qwen3", True))),
     ],
 )
-def test_logits_on_the_cpu_do_not_depend_on_the_batch_and_the_chunks(
-    tmp_path: Path, family: str, expand_weights: bool
-) -> None:
+def test_logits_on_the_cpu_do_not_depend_on_the_chunks(tmp_path: Path, family: str, expand_weights: bool) -> None:
     files = llm.read(llm_models.folder(tmp_path, llm_models.FAMILIES[family], plain=("1.mlp.up_proj",)))
     ops = NumpyOps(files.config, expand_weights=expand_weights, batch_invariant=True)
     model = build_model(files, ops)
-    alone = prompt_logits(model, PROMPT, [])
-    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
-        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))
+    alone = logits_of(model, PROMPT)
+    for sizes in ([1] * 90, [2, 64, 7], [33, 1, 1, 40]):
+        np.testing.assert_array_equal(bits(logits_of(model, PROMPT, *sizes)), bits(alone))
     assert np.abs(alone - llm_models.forward(files, PROMPT)).max() <= 1e-4 * np.abs(alone).max()
 
 
@@ -125,10 +119,10 @@ def test_greedy_texts_are_equal_alone_in_a_batch_and_in_any_chunks(tmp_path: Pat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", list(llm_models.FAMILIES))
-def test_logits_on_the_gpu_do_not_depend_on_the_batch_and_the_chunks(tmp_path: Path, family: str) -> None:
+def test_logits_on_the_gpu_do_not_depend_on_the_chunks(tmp_path: Path, family: str) -> None:
     config = {**llm_models.FAMILIES[family], "hidden_size": 128, "intermediate_size": 128}
     folder = llm_models.folder(tmp_path, config, group=64)
     model = llm.load(folder, device=0, batch_invariant=True).model
-    alone = prompt_logits(model, PROMPT, [])
-    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
-        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))
+    alone = logits_of(model, PROMPT)
+    for sizes in ([1] * 90, [2, 64, 7], [33, 1, 1, 40]):
+        np.testing.assert_array_equal(bits(logits_of(model, PROMPT, *sizes)), bits(alone))

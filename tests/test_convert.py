@@ -28,6 +28,7 @@ from cupy_awq.llm.files.convert import convert
 from cupy_awq.tools.command_line import main
 from tests import llm_models, packers
 from tests.format_files import save_folder
+from tests.logits import logits_of
 from tests.packers import Packed, weights
 
 Array = npt.NDArray[Any]
@@ -125,8 +126,7 @@ def model_folder(path: Path, config: dict[str, Any], group: int = 32) -> Path:
 def logits(path: Path) -> Array:
     files = llm.read(path)
     model = build_model(files, NumpyOps(files.config, expand_weights=False))
-    cache = model.ops.make_cache(1, len(IDS))
-    return np.concatenate([model.logits(hidden)[0] for hidden in model.prefill(cache, 0, IDS)])
+    return logits_of(model, IDS)
 
 
 LLAMA3 = {

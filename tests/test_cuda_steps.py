@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +15,7 @@ from cupy_awq.llm import Engine, LanguageModel, Request, Sampling
 from cupy_awq.llm.decoder import cuda_steps
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_steps import next_size
+from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.llm.engine.runner import DeviceRunner
@@ -34,15 +31,7 @@ __all__ = ["simulated"]
 IDS = [int(i) for i in np.random.default_rng(2).integers(0, llm_models.VOCAB - 8, 70)]
 
 
-class Stream(contextlib.nullcontext[None]):
-    """A stream whose work is done at once."""
-
-    def synchronize(self) -> None:
-        pass
-
-
 class SteppingOps(SimulatedOps):
-    decode_stream = Stream(), None
     prefill_chunk = 64
     loaded: ClassVar[dict[Any, None]] = {}
 
@@ -54,54 +43,21 @@ class SteppingOps(SimulatedOps):
             assert plan.kernel in self.loaded
             super().run(plan, **arrays)
 
-    def to_numpy(self, a: Any) -> Any:
-        return a.copy()
-
 
 @pytest.fixture
-def steps(simulated: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replace what `CudaSteps` needs of CuPy; a captured graph runs its launches again. Return the awaited events."""
-    waited: list[Any] = []
-
-    class Event:
-        def record(self, stream: Any) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            waited.append(self)
-
-    def pinned(shape: tuple[int, ...], index: int) -> tuple[Any, Any]:
-        memory = np.full(shape, -7, np.int32)
-        return memory, memory
-
-    def copy_to(target: Any, source: Any, stream: Any) -> None:
-        target[...] = source
-
-    def capture(stream: Any, launch: Callable[[], None]) -> Any:
-        return SimpleNamespace(launch=lambda stream: launch())
-
-    cuda = sys.modules["cupy"].cuda
-    cuda.MemoryPool = lambda: SimpleNamespace(malloc=None)
-    cuda.Event = lambda disable_timing: Event()
-    cuda.get_current_stream = Stream
-    cuda.runtime.memGetInfo = lambda: (10**10, 10**10)
-    cuda.using_allocator = lambda malloc: contextlib.nullcontext()
-    monkeypatch.setattr("cupy_awq.runtime.placement.use_device", lambda index: contextlib.nullcontext())
-
-    def gather_rows(a: Any, rows: list[int], stream: Any) -> Any:
-        return a[rows]
+def steps(simulated: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let kernels run only if they have been loaded before; return the events that are waited for."""
 
     def load_functions(kernels: Any, progress: Any) -> None:
         SteppingOps.loaded = kernels
 
-    for stub in (pinned, copy_to, capture, gather_rows, load_functions):
-        monkeypatch.setattr(cuda_steps, stub.__name__, stub)
-    return waited
+    monkeypatch.setattr(cuda_steps, "load_functions", load_functions)
+    return simulated
 
 
-def load(folder: Path, **options: Any) -> tuple[LanguageModel, Any]:
+def load(folder: Path, ops: Any = SteppingOps, **options: Any) -> tuple[LanguageModel, Any]:
     files = llm.read(llm_models.folder(folder, LLAMA))
-    model = build_model(files, SteppingOps(files.config, 0, FLOAT16, **options))
+    model = build_model(files, ops(files.config, 0, FLOAT16, **options))
     tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})
     return LanguageModel(files.config, model, tokenizer, [llm_models.VOCAB]), files
 
@@ -238,3 +194,32 @@ def test_an_engine_on_a_gpu_generates_what_the_formulas_say(tmp_path: Path, batc
 def test_sizes_of_graphs_waste_less_than_half_of_the_rows() -> None:
     for rows in range(1, 1025):
         assert rows <= next_size(rows) < 2 * rows + 1
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("batch_invariant", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_generate_chat_and_score_on_the_device_give_the_texts_of_the_cpu(tmp_path: Path, batch_invariant: bool) -> None:
+    """Decode steps run eagerly, then captured; tokens are penalized on the device; a conversation keeps its cache."""
+    model, files = load(tmp_path, SimulatedOps, batch_invariant=batch_invariant)
+    host = LanguageModel(files.config, build_model(files, NumpyOps(files.config)), model.tokenizer, [llm_models.VOCAB])
+    prompts = ["Hello", "a b " * 12]
+
+    def run(model: LanguageModel) -> tuple[list[Any], float]:
+        sampling = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.4, seed=3)
+        found: list[Any] = [model.generate(prompts, raw=True, max_tokens=5, sampling=s) for s in (None, sampling)]
+        assert (model.stats.tokens, model.stats.steps) == (8, 4)
+        chat = model.chat(capacity=128)
+        found += [list(chat.say(text, max_tokens=3)) for text in ("x" * 40, "y")]
+        assert model.stats.prompt_tokens < 60
+        return found, model.score(prompts[1]).log_likelihood
+
+    (wanted, score), (found, close) = run(host), run(model)
+    assert found == wanted
+    assert close == pytest.approx(score, rel=2e-3)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_small_cache_is_no_larger_than_its_sequences(tmp_path: Path) -> None:
+    model, _ = load(tmp_path, SimulatedOps)
+    chat = model.chat(capacity=100)
+    assert chat._core.scheduler.pool.size == 5  # 100 tokens are 4 blocks

@@ -19,6 +19,7 @@ from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.llm.engine.row_sampler import RowSampler
 from cupy_awq.llm.engine.runner import make_runner
 from tests import llm_models
+from tests.logits import logits_of
 
 PROMPTS = ["a", "The quick brown fox jumps over the lazy dog. " * 2, "x" * 40, "x" * 40 + "y", "1 2 3 4 5 6 7 8 9"]
 OPTIONS: list[dict[str, Any]] = [
@@ -99,8 +100,7 @@ def test_logprobs_are_those_of_the_models_logits(model: LanguageModel) -> None:
         generation = engine.submit("Hello", raw=True, max_tokens=5, logprobs=20, logit_bias={66: 50.0})
         tokens = [choice for delta in generation for choice in delta.tokens]
     for choice in tokens:
-        cache = model.model.ops.make_cache(1, len(ids))
-        logits = model.model.prompt_logits(cache, 0, ids).astype(np.float64)
+        logits = logits_of(model.model, ids)[-1].astype(np.float64)
         wanted = logits - logits.max()
         wanted -= np.log(np.exp(wanted).sum())
         assert choice.token == 66
@@ -113,8 +113,7 @@ def test_logprobs_are_those_of_the_models_logits(model: LanguageModel) -> None:
 def test_logprobs_of_a_prompt_are_those_of_the_models_logits_however_it_is_cut(model: LanguageModel) -> None:
     """The logprobs are the same from one pass, from chunks, and after the blocks of a sequence were taken away."""
     ids = model.encode("The quick brown fox jumps over the lazy dog. " * 3, raw=True)
-    (hidden,) = model.model.prefill(model.model.ops.make_cache(1, len(ids)), 0, ids)
-    logits = model.model.logits(hidden)[0, :-1].astype(np.float64)
+    logits = logits_of(model.model, ids)[:-1].astype(np.float64)
     wanted = logits - logits.max(axis=1, keepdims=True)
     wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
     with Engine(model, max_chunk=40) as engine:
@@ -127,29 +126,11 @@ def test_logprobs_of_a_prompt_are_those_of_the_models_logits_however_it_is_cut(m
     core = Core(model, make_runner(model.model, 2, 256), max_rows=2, max_chunk=40)
     one = scheduler.Sequence(Request(tuple(ids), prompt_logprobs=0), 0, len(ids) + 1, 0.0)
     core.begin([one])
-    found = [choice for _ in range(2) for _, delta in core.step()[1] for choice in delta.scored]
+    found = [choice for _ in range(2) for _, delta in core.step() for choice in delta.scored]
     core.scheduler._preempt(one)
     while one in core:
-        found += [choice for _, delta in core.step()[1] for choice in delta.scored]
+        found += [choice for _, delta in core.step() for choice in delta.scored]
     assert found == [TokenChoice(choice.token, choice.logprob) for choice in scored]
-
-
-def test_a_decode_loop_on_a_contiguous_cache_gives_the_same_texts(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A contiguous cache, as models on a GPU use in `generate`, gives the texts of a cache in blocks."""
-    sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)
-
-    def answer() -> list[Any]:
-        chat = model.chat()
-        said = ["".join(chat.say(text, max_tokens=9)) for text in ("Hi", "And now?", "x" * 40)]
-        cached = model.stats.prompt_tokens
-        texts = [model.generate(PROMPTS, max_tokens=20, **options) for options in ({}, {"sampling": sampling})]
-        return [said, *texts, model.score("The sky is blue. " * 20), cached < 100]
-
-    wanted = answer()
-    monkeypatch.setattr(type(model.model.ops), "has_pages", False)
-    assert answer() == wanted
 
 
 def test_a_row_applies_bias_penalties_and_minimum_in_the_documented_order() -> None:

@@ -18,6 +18,7 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.files.convert import convert
 from tests import llm_models
+from tests.logits import logits_of
 
 
 def load(path: Path) -> None:
@@ -87,8 +88,7 @@ def all_logits(path: Path) -> np.ndarray:
     """Return the logits of a short prompt."""
     files = llm.read(path)
     model = build_model(files, NumpyOps(files.config))
-    (hidden,) = model.prefill(model.ops.make_cache(1, 5), 0, [5, 80, 200, 3, 17])
-    return model.logits(hidden)
+    return logits_of(model, [5, 80, 200, 3, 17])
 
 
 @pytest.mark.parametrize("family", llm_models.EXPERT_FAMILIES)

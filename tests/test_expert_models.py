@@ -18,7 +18,7 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import select
 from cupy_awq.llm.decoder import cuda_experts
 from cupy_awq.llm.decoder.build import build_model
-from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.step_graphs import StepGraph
 from cupy_awq.llm.families.description import LinearSpec
 from cupy_awq.llm.files.model_files import DenseLinear
 from cupy_awq.ops import experts, moe_layer, packed_experts
@@ -28,7 +28,7 @@ from tests import llm_models, simt
 from tests.backends import runner
 from tests.experts import error_of, float64_layer, random_experts, repack_experts, run_steps
 from tests.golden_models import FILE, IDS, write_quantized
-from tests.test_llm_device import PROMPTS, SimulatedOps, simulated, simulated_logits, teacher_forced
+from tests.test_llm_device import PROMPTS, SimulatedOps, launch_eagerly, simulated, simulated_logits, teacher_forced
 
 __all__ = ["simulated"]
 NOWHERE = -7
@@ -172,11 +172,5 @@ def test_a_model_on_the_gpu_matches_the_cpu(tmp_path: Path, family: str, monkeyp
         assert np.median(np.abs(wanted - found).max(axis=1)) <= 0.01 * np.abs(wanted).max()
     graph = gpu.generate(PROMPTS, max_tokens=30)
     assert gpu.generate(PROMPTS, max_tokens=30) == graph
-    original = CudaDecodeLoop.step
-
-    def step(self: CudaDecodeLoop) -> list[int]:
-        self._steps = 0  # steps are captured from the second on
-        return original(self)
-
-    monkeypatch.setattr(CudaDecodeLoop, "step", step)
+    monkeypatch.setattr(StepGraph, "launch", launch_eagerly)
     assert gpu.generate(PROMPTS, max_tokens=30) == graph

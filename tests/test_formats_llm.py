@@ -17,6 +17,7 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.packing import unpack_int4
 from tests import llm_models, packers
+from tests.logits import logits_of
 from tests.packers import Packed, round_once
 
 Array = npt.NDArray[Any]
@@ -51,8 +52,7 @@ def parts_of(layout: str, w: Packed) -> dict[str, Array]:
 def logits(path: Path) -> Array:
     files = llm.read(path)
     model = build_model(files, NumpyOps(files.config, expand_weights=False))
-    cache = model.ops.make_cache(1, len(IDS))
-    return np.concatenate([model.logits(hidden)[0] for hidden in model.prefill(cache, 0, IDS)])
+    return logits_of(model, IDS)
 
 
 def quantized_table(table: Array) -> tuple[dict[str, Array], Array]:

@@ -28,14 +28,14 @@ class Problem:
         self.config = dataclasses.replace(files.config, layers=(self.layer,))
         self.weights = dense_weights.read_weights(files, self.layer, np)
         self.ops = NumpyOps(self.config, expand_weights=True)
-        self.cache = self.ops.make_cache(1, 24)
+        self.pages = self.ops.make_pages(24, 24)
         rng = np.random.default_rng(0)
         self.inputs = [rng.standard_normal((1, s, files.config.hidden), np.float32) for s in (24, 17, 20)]
         self.outputs = [self.run(self.weights, h) for h in self.inputs]
         self.quantized = {name: quantize_rows(w, None, Recipe(16)) for name, (w, _) in self.weights.linears.items()}
 
     def run(self, weights: Any, h: np.ndarray) -> np.ndarray:
-        return layer_quantizer._run(self.ops, dense_weights.build_operations(self.ops, weights, {}), h, self.cache)
+        return layer_quantizer._run(self.ops, dense_weights.build_operations(self.ops, weights, {}), h, self.pages)
 
     def loss(self, quantized: dict[str, QuantizedRows]) -> float:
         weights = layer_quantizer._dequantize(self.weights, quantized, np.dtype(np.float32))
@@ -43,7 +43,7 @@ class Problem:
         return float(np.mean([np.square(self.run(weights, h) - y).sum() / np.square(y).sum() for h, y in pairs]))
 
     def tune(self, quantized: dict[str, QuantizedRows]) -> dict[str, QuantizedRows]:
-        arguments = self.weights.linears, self.weights.norms, quantized, self.inputs, self.outputs, self.cache
+        arguments = self.weights.linears, self.weights.norms, quantized, self.inputs, self.outputs, self.pages
         return layer_tuning.tune_layer(self.layer, *arguments)
 
 
@@ -56,7 +56,7 @@ def test_gradients_equal_finite_differences(problem: Problem) -> None:
     tuned = {
         name: layer_tuning._TunedLinear(w, problem.quantized[name]) for name, (w, _) in problem.weights.linears.items()
     }
-    layer = layer_tuning._Layer(problem.layer, problem.weights.linears, problem.weights.norms, tuned, problem.cache)
+    layer = layer_tuning._Layer(problem.layer, problem.weights.linears, problem.weights.norms, tuned, problem.pages)
     h, rng = problem.inputs[0][0], np.random.default_rng(1)
     y, backward = layer.run(h)
     for name, linear in tuned.items():
@@ -108,11 +108,11 @@ def test_tuning_on_the_gpu_is_as_good_as_on_the_cpu(problem: Problem) -> None:
         name: QuantizedRows(move(rows.codes), type(rows.grid)(*map(move, rows.grid)))
         for name, rows in problem.quantized.items()
     }
-    cache = NumpyOps(problem.config, expand_weights=True, xp=cupy).make_cache(1, 24)
+    pages = NumpyOps(problem.config, expand_weights=True, xp=cupy).make_pages(24, 24)
     linears = {name: (move(w), move(bias)) for name, (w, bias) in problem.weights.linears.items()}
     norms = {name: move(a) for name, a in problem.weights.norms.items()}
     hidden = [[move(h) for h in each] for each in (problem.inputs, problem.outputs)]
-    tuned = layer_tuning.tune_layer(problem.layer, linears, norms, quantized, *hidden, cache)
+    tuned = layer_tuning.tune_layer(problem.layer, linears, norms, quantized, *hidden, pages)
     result = {
         name: QuantizedRows(rows.codes.get(), type(rows.grid)(*(a.get() for a in rows.grid)))
         for name, rows in tuned.items()

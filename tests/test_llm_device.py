@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,54 +19,96 @@ from cupy_awq import AwqLinear, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.llm import LanguageModel, Sampling
-from cupy_awq.llm.decoder.backend import DecoderOps
+from cupy_awq.llm.decoder import cuda_steps, step_graphs
+from cupy_awq.llm.decoder.backend import ChoiceOptions, DecoderOps
+from cupy_awq.llm.decoder.block_pool import BLOCK
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
-from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.decoder.forward import Add, Norm, Project
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.decoder.step_graphs import StepGraph
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight
 from tests import llm_models, simt
 from tests.backends import fewer
 from tests.llm_models import EXPERT_FAMILIES, FAMILIES, LLAMA, QWEN3
+from tests.logits import logits_of
 
 IDS = [int(i) for i in np.random.default_rng(2).integers(0, llm_models.VOCAB, 9)]
+
+
+class Stream(contextlib.nullcontext[None]):
+    """A stream whose work is done at once."""
+
+    def synchronize(self) -> None:
+        pass
 
 
 class SimulatedOps(CudaOps):
     """The GPU back end on NumPy arrays: its kernels run on the simulator, quantized GEMMs in NumPy, which is faster."""
 
+    decode_stream = Stream(), SimpleNamespace(malloc=None)
+
     def run(self, plan: Any, **arrays: Any) -> None:
         simt.run(plan, {name: arrays[name] for name in plan.buffers})
 
+    def to_numpy(self, a: Any) -> Any:
+        return a.copy()
+
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace CuPy by NumPy; new arrays are filled with NaN, or -7 if they are integers."""
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replace CuPy by NumPy, and captured graphs by launches; return the events that are waited for.
+
+    New arrays are filled with NaN, or -7 if they are integers.
+    """
+    waited: list[Any] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            waited.append(self)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(shape, -7 if np.dtype(dtype).kind == "i" else np.nan, dtype)
 
-    cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=lambda: (10**9, 10**9)))
+    def pinned(shape: tuple[int, ...], index: int) -> tuple[Any, Any]:
+        memory = np.full(shape, -7, np.int32)
+        return memory, memory
+
+    def copy_to(target: Any, source: Any, stream: Any) -> None:
+        target[...] = source
+
+    def gather_rows(a: Any, rows: list[int], stream: Any) -> Any:
+        return a[rows]
+
+    def capture(stream: Any, launch: Callable[[], None]) -> Any:
+        return SimpleNamespace(launch=lambda stream: launch())
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(memGetInfo=lambda: (10**9, 10**9)), get_current_stream=Stream)
+    cuda.Event = lambda disable_timing: Event()
+    cuda.using_allocator = lambda malloc: contextlib.nullcontext()
     functions = {name: getattr(np, name) for name in ("asarray", "zeros", "concatenate", "ascontiguousarray")}
-    pool = SimpleNamespace(free_bytes=lambda: 0)
+    pool = SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
     stub = SimpleNamespace(**functions, empty=empty, cuda=cuda, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", stub)
     monkeypatch.setattr(device, "of", lambda _: device.nominal(90))
     monkeypatch.setattr("cupy_awq.runtime.workspace.allocate_zeros", lambda nbytes: np.zeros(nbytes, np.uint8))
+    monkeypatch.setattr("cupy_awq.runtime.placement.use_device", lambda index: contextlib.nullcontext())
+    for function in (pinned, copy_to, gather_rows):
+        monkeypatch.setattr(cuda_steps, function.__name__, function)
+    for function in (copy_to, capture):
+        monkeypatch.setattr(step_graphs, function.__name__, function)
+    return waited
 
 
 def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:
     """Return the logits of all ids, of which the first ``prompt`` run as one prompt and the others as decode steps."""
-    cache = model.ops.make_cache(1, 40)
-    logits = [model.logits(hidden)[0] for hidden in model.prefill(cache, 0, ids[:prompt])]
-    for token in ids[prompt:]:
-        logits += [model.logits(hidden)[0] for hidden in model.prefill(cache, 0, [token])]
-    return np.concatenate(logits)
+    return logits_of(model, ids, prompt, *[1] * (len(ids) - prompt))
 
 
 @pytest.mark.usefixtures("simulated")
@@ -104,16 +148,23 @@ def test_projections_of_dense_layers_only_match_the_float64_formulas(tmp_path: P
 
 
 @pytest.mark.usefixtures("simulated")
-def test_sequences_of_a_batch_do_not_see_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sequences_of_a_batch_do_not_see_each_other(tmp_path: Path, batch_invariant: bool) -> None:
+    """Prompts of several sequences share a step; a decode step runs eagerly, then captured, and beside padding rows."""
     files = llm.read(llm_models.folder(tmp_path, LLAMA))
-    model = build_model(files, SimulatedOps(files.config, 0, FLOAT16))
-    cache = model.ops.make_cache(2, 40)
-    for i, prompt in enumerate((IDS[:2], IDS[2:7])):
-        list(model.prefill(cache, i, prompt))
-    batch = model.logits(model.forward(model.ops.prepare_tokens([5, 6])[:, None], cache))[:, 0]
-    for i, ids in enumerate(([*IDS[:2], 5], [*IDS[2:7], 6])):
-        wanted = llm_models.forward(files, ids)[-1]
-        assert np.abs(batch[i] - wanted).max() <= 0.01 * np.abs(wanted).max()
+    model = build_model(files, SimulatedOps(files.config, 0, FLOAT16, batch_invariant=batch_invariant))
+    steps = model.ops.make_steps(model.forward, model.head, 3, 64, 6 * BLOCK)
+    texts, blocks = [IDS[:2], IDS[2:7]], [[3, 5], [2, 1]]
+    for i, found in enumerate(blocks, 1):
+        steps.place(i, found)
+    steps.prompt([(i, 0, text) for i, text in enumerate(texts, 1)])
+    for tokens in ([5, 6], [7, 8], [9, 10]):
+        rows = [(i, len(texts[i - 1]), blocks[i - 1][0], blocks[i - 1][0], token) for i, token in enumerate(tokens, 1)]
+        logits, _ = steps.decode(rows, ChoiceOptions())
+        for text, token, row in zip(texts, tokens, logits, strict=False):
+            text.append(token)
+            wanted = llm_models.forward(files, text)[-1]
+            assert np.abs(row - wanted).max() <= 0.01 * np.abs(wanted).max()
 
 
 @pytest.mark.usefixtures("simulated")
@@ -154,8 +205,9 @@ def test_a_model_with_sizes_that_kernels_do_not_support_is_refused(hidden: int, 
 @pytest.mark.usefixtures("simulated")
 def test_a_kv_cache_larger_than_the_free_gpu_memory_is_refused(tmp_path: Path) -> None:
     files = llm.read(llm_models.folder(tmp_path, LLAMA))
-    with pytest.raises(ValueError, match=r"expected at most 0\.46 GB, got 0\.51 GB"):
-        SimulatedOps(files.config, 0, FLOAT16).make_cache(2, 10**6)
+    model = build_model(files, SimulatedOps(files.config, 0, FLOAT16))
+    with pytest.raises(ValueError, match=r"KV cache of 2000000 tokens: expected at most 0\.41 GB, got 0\.51 GB"):
+        model.ops.make_steps(model.forward, model.head, 2, 10**6, 2 * 10**6)
 
 
 @pytest.mark.usefixtures("simulated")
@@ -207,8 +259,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
 
     monkeypatch.setattr(ops, "run", recorded)
     first, second = (Norm(rng.standard_normal(192).astype(np.float32), 1e-5) for _ in range(2))
-    table, tokens = rng.standard_normal((m, 192)).astype(dtype), np.arange(m, dtype=np.int32)[:, None]
-    cache = Cache((), np.zeros(m, np.int32), {}, [[] for _ in range(m)], 1)
+    table, tokens = rng.standard_normal((m, 192)).astype(dtype), np.arange(m, dtype=np.int32)[None]
 
     def shorten(x: np.ndarray) -> np.ndarray:  # a projection that is no GEMM, and so cannot divide x by its RMS
         return np.ascontiguousarray(x[..., :128])
@@ -217,7 +268,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     operations += [Add(leave), second]
 
     def forward(ops: DecoderOps, count: int) -> np.ndarray:
-        return ops.make_forward(table, operations[:count])(tokens, cache).astype(np.float32)
+        return ops.make_forward(table, operations[:count])(tokens, None).astype(np.float32)
 
     found = [forward(ops, count) for count in (5, 8)]
     entries.clear()
@@ -246,12 +297,15 @@ def pair(
 PROMPTS = ["Hello", "Why is the sky blue?", "x" * 70]
 
 
+def launch_eagerly(self: StepGraph, inputs: Any, stream: Any, malloc: Any) -> Any:
+    """Launch a step without a CUDA graph, in place of `StepGraph.launch`."""
+    self.inputs.set(inputs, stream)
+    self.run()
+    return self.result
+
+
 def teacher_forced(model: LanguageModel, ids: list[int], prompt: int) -> np.ndarray:
-    cache = model.model.ops.make_cache(1, len(ids))
-    logits = [model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids[:prompt])]
-    for token in ids[prompt:]:
-        logits += [model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, [token])]
-    return np.concatenate([a if isinstance(a, np.ndarray) else a.get() for a in logits])
+    return simulated_logits(model.model, ids, prompt)
 
 
 @pytest.mark.gpu
@@ -275,13 +329,7 @@ def test_a_replayed_cuda_graph_generates_the_same_text_as_eager_steps(
     graph = [model.generate(PROMPTS, max_tokens=30, sampling=sampling) for _ in range(2)]
     assert graph[0] == graph[1]
     assert [model.generate(p, max_tokens=30, sampling=sampling)[0] for p in PROMPTS[:1]] == graph[0][:1]
-    original = CudaDecodeLoop.step
-
-    def step(self: CudaDecodeLoop) -> list[int]:
-        self._steps = 0  # steps are captured from the second one on, so none is captured now
-        return original(self)
-
-    monkeypatch.setattr(CudaDecodeLoop, "step", step)
+    monkeypatch.setattr(StepGraph, "launch", launch_eagerly)
     assert model.generate(PROMPTS, max_tokens=30, sampling=sampling) == graph[0]
 
 
@@ -305,18 +353,15 @@ def test_many_requests_do_not_leak_device_memory(pair: tuple[LanguageModel, Lang
 
     _, model = pair
 
-    def in_use_after(requests: int) -> tuple[int, int]:
+    def in_use_after(requests: int) -> int:
         for i in range(requests):
             model.generate("x" * (1 + 3 * (37 * i % 50)), max_tokens=3)
         gc.collect()
-        loops = sum(type(found) is CudaDecodeLoop for found in gc.get_objects())
-        return cupy.get_default_memory_pool().used_bytes(), loops
+        return int(cupy.get_default_memory_pool().used_bytes())
 
-    # The first round makes graphs for every length, so later rounds must not take more memory. The GPU's free memory
-    # says nothing, since other processes allocate at the same time; a leak shows in every round.
-    (*used,), (*loops,) = zip(*(in_use_after(60) for _ in range(5)), strict=True)
+    # The GPU's free memory says nothing, since other processes allocate at the same time; a leak shows in every round.
+    used = [in_use_after(60) for _ in range(5)]
     assert any(after <= before for before, after in itertools.pairwise(used)), used
-    assert any(after <= before for before, after in itertools.pairwise(loops)), loops
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from cupy_awq.llm.files import gguf, gguf_metadata, hugging_face
 from cupy_awq.llm.files.convert import convert
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN2, QWEN3
+from tests.logits import logits_of
 from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
 
 PACKAGE = Path(llm.__file__).parents[1]
@@ -142,8 +143,7 @@ def nest(path: Path, prefix: str, head: str, outer: tuple[str, ...] = ()) -> Non
 def all_logits(path: Path) -> np.ndarray:
     files = llm.read(path)
     model = build_model(files, NumpyOps(files.config))
-    (hidden,) = model.prefill(model.ops.make_cache(1, len(IDS)), 0, IDS)
-    return model.logits(hidden)
+    return logits_of(model, IDS)
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3])

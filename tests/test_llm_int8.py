@@ -20,6 +20,7 @@ from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families.description import LinearSpec
 from cupy_awq.llm.files.model_files import Int8Module
 from tests import llm_models
+from tests.logits import logits_of
 from tests.test_formats_gguf import random_blocks, values_of
 from tests.test_llm_device import SimulatedOps, simulated
 
@@ -53,10 +54,7 @@ def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:
     """Return the logits of all but the last id as a prompt, then those of the last id as a decode step."""
     files = llm.read(path)
     model = build_model(files, ops(files.config, **options))
-    cache = model.ops.make_cache(1, 40)
-    hidden = [part for ids in (IDS[:-1], IDS[-1:]) for part in model.prefill(cache, 0, ids)]
-    found = np.concatenate([model.logits(part)[0] for part in hidden])
-    return found if isinstance(found, np.ndarray) else found.get()
+    return logits_of(model, IDS, len(IDS) - 1)
 
 
 def test_every_8_bit_layer_of_a_file_is_found(tmp_path: Path) -> None:

@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
 from cupy_awq.kernels.decoder import decoder as llm
-from cupy_awq.kernels.decoder.decode_attention import MAX_SPLITS, UNSPLIT_KEYS, attention_workspace
+from cupy_awq.kernels.decoder.decode_attention import MAX_SPLITS, UNSPLIT_KEYS
 from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS, SLOT_OPTIONS, slot_options
 from cupy_awq.llm.decoder.sampling import Sampling, choose_token
 from tests.backends import BACKENDS, runner
 from tests.paged_cache import (
     check_close,
-    check_paged_attention,
-    check_paged_decode,
-    check_paged_rope,
     frozen,
     nan,
     normal,
-    run_paged_decode,
+    run_attention,
+    run_decode_attention,
+    run_rope,
 )
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
 
@@ -103,12 +101,8 @@ def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
     shape = len(lengths), kv_heads, CAPACITY, head_dim
     arrays = {"q": nan(m, heads, head_dim, dtype=element), "k": nan(*shape, dtype=element)}
     arrays["v"] = nan(*shape, dtype=element)
-    stride = kv_heads * CAPACITY * head_dim
-    sizes = m, steps, heads, kv_heads, head_dim, CAPACITY, stride
-    plan = llm.plan_rope_cache(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
-    runner(backend)(plan, {**read, **arrays})
-    check_paged_rope(backend, arch, (norm, steps, CAPACITY), {**read, **arrays})
+    run_rope(backend, arch, norm, steps, {**read, **arrays})
     q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     written = np.zeros(shape, bool)
     for row in range(m):
@@ -153,29 +147,12 @@ def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     k, v = (normal(rng, b, kv_heads, CAPACITY, head_dim, dtype=element) for _ in "kv")
     for i, length in enumerate(LENGTHS):
         k[i, :, length + steps :] = v[i, :, length + steps :] = np.nan
-    out = nan(m, heads, head_dim, dtype=element)
-    stride = kv_heads * CAPACITY * head_dim
-    plan = llm.plan_attention(facts(arch, backend), m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
-    arrays = frozen(q=q, k=k, v=v, lengths=lengths)
-    runner(backend)(plan, {**arrays, "out": out})
-    check_paged_attention(backend, arch, steps, arrays, out)
+    out = run_attention(backend, arch, steps, frozen(q=q, k=k, v=v, lengths=lengths))
     wanted = np.empty(out.shape)
     for row in range(m):
         i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
         wanted[row] = attention(q[row], k[i, :, :seen], v[i, :, :seen])
     check_close(out, wanted, 2 * BOUNDS[dtype])  # the kernel on tensor cores also rounds the probabilities to 16 bits
-
-
-def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, Any], **options: bool) -> None:
-    """Run decode attention on its arrays by buffer name, and check that its counters are zero afterwards."""
-    m, heads, head_dim = arrays["out"].shape
-    _, kv_heads, capacity, _ = arrays["k"].shape
-    sizes = m, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
-    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, **options)
-    partials, counters = attention_workspace(plan, m, heads, head_dim)
-    scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
-    runner(backend)(plan, {**arrays, **scratch})
-    assert not scratch["counters"].any(), "the counters must be zero after the launch"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -205,35 +182,32 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     k, v = (normal(rng, m, kv_heads, capacity, head_dim, dtype=element) for _ in "kv")
     for i, length in enumerate(lengths):
         k[i, :, length:] = v[i, :, length:] = np.nan
-    old_k, old_v = k.copy(), v.copy()
-    out = nan(m, heads, head_dim, dtype=element)
     positions = rng.permutation(heads * head_dim).astype(np.int32)
     is_ordered = heads % 2 == 0
-    read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
-    arrays = {**read, "k": k, "v": v, "out": out, "positions": positions}
-    options = {"norm": norm, "orders_out": is_ordered}
-    paged = [run_paged_decode(backend, arch, arrays, 3, **options, appended=appended) for appended in (False, True)]
-    run_decode_attention(backend, arch, dtype, arrays, **options)
-    for found in paged:
-        check_paged_decode(found, arrays, 2 * BOUNDS[dtype])
-    if is_ordered:
-        out = out.reshape(m, -1)[:, positions].reshape(out.shape)
+    read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths, positions=positions)
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
-    for i, length in enumerate(lengths):
-        if length == capacity:
-            np.testing.assert_array_equal(k[i].view(np.uint16), old_k[i].view(np.uint16))
-            assert np.isfinite(out[i].astype(np.float32)).all()
-            continue
-        q_weight, k_weight = (q_norm, k_norm) if norm else (None, None)
-        check_close(k[i, :, length], rotated(new_k[i], k_weight, cos[length], sin[length]), BOUNDS[dtype])
-        np.testing.assert_array_equal(v[i, :, length], new_v[i])
-        others = np.arange(capacity) != length
-        for a, old in ((k, old_k), (v, old_v)):
-            np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
-        q = rotated(new_q[i], q_weight, cos[length], sin[length])
-        wanted = attention(q, k[i, :, : length + 1], v[i, :, : length + 1])
-        # The kernel on tensor cores also rounds queries and probabilities to 16 bits.
-        check_close(out[i], wanted, 2 * BOUNDS[dtype])
+    old_k, old_v = k, v
+    for appended in (False, True):
+        k, v, out = old_k.copy(), old_v.copy(), nan(m, heads, head_dim, dtype=element)
+        arrays, options = {**read, "k": k, "v": v, "out": out}, {"norm": norm, "orders_out": is_ordered}
+        run_decode_attention(backend, arch, arrays, 3, **options, appended=appended)
+        if is_ordered:
+            out = out.reshape(m, -1)[:, positions].reshape(out.shape)
+        for i, length in enumerate(lengths):
+            if length == capacity:
+                np.testing.assert_array_equal(k[i].view(np.uint16), old_k[i].view(np.uint16))
+                assert np.isfinite(out[i].astype(np.float32)).all()
+                continue
+            q_weight, k_weight = (q_norm, k_norm) if norm else (None, None)
+            check_close(k[i, :, length], rotated(new_k[i], k_weight, cos[length], sin[length]), BOUNDS[dtype])
+            np.testing.assert_array_equal(v[i, :, length], new_v[i])
+            others = np.arange(capacity) != length
+            for a, old in ((k, old_k), (v, old_v)):
+                np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
+            q = rotated(new_q[i], q_weight, cos[length], sin[length])
+            wanted = attention(q, k[i, :, : length + 1], v[i, :, : length + 1])
+            # The kernel on tensor cores also rounds queries and probabilities to 16 bits.
+            check_close(out[i], wanted, 2 * BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -243,7 +217,7 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     [(1, 2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 9, 9), (1, 28, 28), (5, 27, 27)))],
 )
 def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, heads: int, kv_heads: int) -> None:
-    """Partial results of many splits of the keys are merged: of 18, or of as many as fill an H100 (14, 4 and 2)."""
+    """Partial results of many splits of the keys are merged: of as few as rows ask for, or of all that there may be."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
     lengths = np.array([capacity - 1, 2 * UNSPLIT_KEYS, 2 * UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)
@@ -253,21 +227,20 @@ def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, he
     out = nan(m, heads, head_dim, dtype=np.float16)
     read = frozen(qkv=qkv, cos=cos, sin=sin, lengths=lengths)
     arrays = {**read, "q_norm": None, "k_norm": None, "k": k, "v": v, "out": out}
-    paged = [run_paged_decode(backend, arch, arrays, splits, norm=False)["out"] for splits in (1, MAX_SPLITS)]
-    run_decode_attention(backend, arch, "float16", arrays, norm=False)
-    for i, keys in enumerate(lengths + 1):
-        wanted = attention(qkv[i, :heads], k[i, :, :keys], v[i, :, :keys])
-        for found in (out, *paged):
-            check_close(found[i], wanted, 2 * BOUNDS["float16"])
+    for splits in (1, 3, MAX_SPLITS):
+        run_decode_attention(backend, arch, arrays, splits, norm=False)
+        for i, keys in enumerate(lengths + 1):
+            wanted = attention(qkv[i, :heads], k[i, :, :keys], v[i, :, :keys])
+            check_close(out[i], wanted, 2 * BOUNDS["float16"])
 
 
 def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
     """The number of CTAs depends on no sequence length, so one CUDA graph serves all lengths."""
-    splits = {(1, 128): 16, (16, 128): 1, (17, 128): 1, (16, 64): 1, (17, 64): 2, (24, 64): 2, (25, 64): 1}
-    for (m, head_dim), wanted in splits.items():
-        sizes = m, 32, 8, head_dim, 4096, 8 * 4096 * head_dim
-        plan = llm.plan_decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
-        assert plan.grid == (wanted, 8, m)
+    for m, ctas in ((1, 132), (17, 132)):
+        for capacity in (64, 4096):
+            sizes = m, 32, 8, 128, capacity, 8 * 32 * 128
+            plan = llm.plan_decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True, splits=4)
+            assert plan.grid == (ctas, 1, 1)
 
 
 VOCAB = 3001  # an odd size, so that rows begin at each of the four alignments modulo 16 bytes
@@ -277,110 +250,89 @@ def chosen_by_kernels(
     backend: str,
     arch: int,
     logits: np.ndarray,
-    seen: np.ndarray,
-    sampling: Sampling,
+    given: list[Sampling],
     lengths: np.ndarray,
+    seen: np.ndarray | None = None,
     sm_count: int = 0,
 ) -> np.ndarray:
-    """Return the tokens that the sampling kernels choose; the kernels update ``seen`` and ``lengths`` in place."""
-    here, run, m = facts(arch, backend), runner(backend), len(logits)
+    """Return the tokens that the sampling kernels choose for rows with the given options; they update ``seen`` [m, V].
+
+    The slots are in another order than the rows, with others in between. Row i has the choice 10 + i.
+    """
+    here, run, (m, vocab) = facts(arch, backend), runner(backend), logits.shape
     here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
-    options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
+    slots = 2 * np.arange(m, dtype=np.int32)[::-1] + 1
+    options, newest = np.zeros(2 * m + 1, SLOT_OPTIONS), np.full(2 * m + 1, -7, np.int32)
+    options[slots] = np.concatenate([slot_options(sampling, 10 + i) for i, sampling in enumerate(given)])
+    read: dict[str, np.ndarray | None] = {**frozen(logits=logits, slots=slots, options=options), "seen": None}
+    if seen is not None:
+        read["seen"] = np.full((2 * m + 1, vocab), 7, np.uint8)
+        read["seen"][slots] = seen
     limits = None
-    if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+    if any(sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p) for sampling in given):
         limits = nan(m, dtype=np.float32)
-        more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        plan = llm.plan_sampling_threshold(here, m, logits.shape[1], **options, **more)
-        run(plan, {"logits": logits, "seen": seen, "limits": limits})
-    tokens, counters, before = np.full(m, -7, np.int32), np.zeros(m, np.uint32), lengths.copy()
-    host_tokens = np.full((m, 2), -7, np.int32)
-    plan = llm.plan_sample_token(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
-    arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
-    arrays |= {"partials": np.zeros((m, MAX_SAMPLE_CTAS), np.uint64), "counters": counters}
-    run(plan, {**arrays, "host_tokens": host_tokens})
+        run(llm.plan_sampling_threshold(here, m, vocab, seen is not None), {**read, "limits": limits})
+    counters, host_tokens = np.zeros(m, np.uint32), np.full(m, -7, np.int32)
+    plan = llm.plan_sample_token(here, m, vocab, any(sampling.temperature for sampling in given), seen is not None)
+    arrays = {**frozen(lengths=lengths), "limits": limits, "tokens": newest, "host_tokens": host_tokens}
+    run(plan, {**read, **arrays, "partials": np.zeros((m, MAX_SAMPLE_CTAS), np.uint64), "counters": counters})
     assert not counters.any()
-    at = np.arange(m), (before + 1) % 2
-    np.testing.assert_array_equal(host_tokens[at], tokens)
-    assert (host_tokens[at[0], before % 2] == -7).all(), "the host may still read the preceding token"
-    return tokens
+    assert newest[slots].tolist() == host_tokens.tolist()
+    assert (newest[::2] == -7).all()
+    if seen is not None:
+        seen[...] = read["seen"][slots]
+        assert (read["seen"][::2] == 7).all()
+    return host_tokens
+
+
+def chosen_by_formulas(logits: np.ndarray, given: list[Sampling], lengths: np.ndarray, seen: np.ndarray) -> list[int]:
+    return [
+        choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=10 + i, position=int(lengths[i]) + 1)
+        for i, sampling in enumerate(given)
+    ]
+
+
+MIXED = [
+    Sampling(temperature=0.8, seed=2**63 + 5),
+    Sampling(),
+    Sampling(temperature=1.2, top_k=5, repetition_penalty=1.2, seed=1),
+    Sampling(temperature=1.0, top_p=0.6, seed=2),
+    Sampling(repetition_penalty=2.0),
+    Sampling(temperature=1.0, min_p=0.3, seed=3),
+]
+"""Options of rows of one step."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    "sampling",
+    "given",
     [
-        Sampling(),
-        Sampling(repetition_penalty=1.5),
-        Sampling(temperature=0.8, seed=2**63 + 5),
-        Sampling(temperature=1.2, top_k=5, seed=1),
-        Sampling(temperature=1.0, top_p=0.6, seed=2),
-        Sampling(temperature=1.0, min_p=0.3, seed=3),
-        Sampling(temperature=1.0, top_p=1e-13, seed=5),
-        Sampling(temperature=1.0, top_k=2**31, min_p=1e-50, seed=6),
-        Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.3, seed=4),
+        [Sampling(seed=i) for i in range(4)],
+        [Sampling(), Sampling(repetition_penalty=1.5)],
+        MIXED,
+        [s for s in MIXED if s.repetition_penalty == 1],
+        [Sampling(temperature=0.8, seed=i) for i in range(3)],
+        [Sampling(temperature=1.0, top_p=1e-13, seed=5), Sampling(temperature=1.0, top_k=2**31, min_p=1e-50, seed=6)],
+        [Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.3, seed=4)] * 4,
     ],
 )
-def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
-    """The sampling kernels choose the CPU's tokens (noise, penalties, filters), so a seed gives one text everywhere."""
-    rng = np.random.default_rng(8)
-    logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
-    seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
-    lengths = np.array([0, 5, 700, 2**20], np.int32)
-    wanted = [
-        choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=i, position=int(lengths[i]) + 1) for i in range(4)
-    ]
-    before, marked = lengths.copy(), seen.copy()
-    assert chosen_by_kernels(backend, arch, logits, seen, sampling, lengths).tolist() == wanted
-    np.testing.assert_array_equal(lengths, before + 1)
-    if sampling.repetition_penalty != 1:
-        marked[np.arange(4), wanted] = 1
+def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, given: list[Sampling]) -> None:
+    """The sampling kernels choose the CPU's tokens (noise, penalties, filters), so a seed gives one text everywhere.
+
+    Each row of a step uses the options of its own slot: those of the request, and the index of the completion.
+    """
+    rng, m = np.random.default_rng(8), len(given)
+    logits = (3 * rng.standard_normal((m, VOCAB))).astype(np.float32)
+    lengths = np.array([0, 5, 700, 2**20, 31, 1][:m], np.int32)
+    marked = (rng.random((m, VOCAB)) < 0.2).astype(np.uint8)
+    wanted, seen = chosen_by_formulas(logits, given, lengths, marked), marked.copy()
+    penalizes = any(sampling.repetition_penalty != 1 for sampling in given)
+    found = chosen_by_kernels(backend, arch, logits, given, lengths, seen if penalizes else None)
+    assert found.tolist() == wanted
+    for row, token, sampling in zip(marked, wanted, given, strict=True):
+        row[token] |= sampling.repetition_penalty != 1
     np.testing.assert_array_equal(seen, marked)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("samples", [False, True])
-def test_rows_choose_tokens_with_the_options_of_their_slots(backend: str, arch: int, samples: bool) -> None:
-    """Each row of a batch uses the options of its own slot: those of the request, and the index of the completion."""
-    given = [
-        Sampling(temperature=0.8, seed=2**63 + 5),
-        Sampling(),
-        Sampling(temperature=1.2, top_k=5, seed=1),
-        Sampling(temperature=1.0, top_p=0.6, seed=2),
-        Sampling(temperature=1.0, min_p=0.3, seed=3),
-    ]
-    if not samples:
-        given = [Sampling(seed=i) for i in range(5)]
-    here, run, rng = facts(arch, backend), runner(backend), np.random.default_rng(4)
-    logits = (3 * rng.standard_normal((5, VOCAB))).astype(np.float32)
-    slots, lengths = np.array([3, 0, 6, 1, 5], np.int32), np.array([0, 5, 700, 2**20, 31], np.int32)
-    options = np.zeros(7, SLOT_OPTIONS)
-    for i, sampling in enumerate(given):
-        options[slots[i]] = slot_options(sampling, 10 + i)
-    read: dict[str, np.ndarray | None] = {**frozen(logits=logits, slots=slots, options=options), "seen": None}
-    limits = None
-    problem: dict[str, Any] = {"temperature": float(samples), "by_slot": True}
-    if samples:
-        limits = nan(5, dtype=np.float32)
-        run(llm.plan_sampling_threshold(here, 5, VOCAB, **problem), {**read, "limits": limits})
-    newest, counters, host_tokens = np.full(7, -7, np.int32), np.zeros(5, np.uint32), np.full(5, -7, np.int32)
-    written: dict[str, np.ndarray] = {
-        "tokens": newest,
-        "partials": np.zeros((5, MAX_SAMPLE_CTAS), np.uint64),
-        "counters": counters,
-    }
-    plan = llm.plan_sample_token(here, 5, VOCAB, **problem)
-    run(plan, {**read, **written, "limits": limits, "lengths": lengths, "host_tokens": host_tokens})
-    wanted = [
-        choose_token(logits[i], given[i], seen=np.zeros(VOCAB, bool), sequence=10 + i, position=int(lengths[i]) + 1)
-        for i in range(5)
-    ]
-    assert host_tokens.tolist() == wanted
-    assert newest[slots].tolist() == wanted
-    assert newest[[2, 4]].tolist() == [-7, -7]
-    assert lengths.tolist() == [0, 5, 700, 2**20, 31]
-    assert not counters.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -392,8 +344,8 @@ def test_equal_logits_infinities_and_nan_are_chosen_by_the_rules(backend: str, a
     logits[2] = -np.inf
     logits[2, 2000] = -3e38
     logits[3, 1234] = np.nan
-    seen, lengths = np.zeros((4, VOCAB), np.uint8), np.zeros(4, np.int32)
-    assert chosen_by_kernels(backend, arch, logits, seen, Sampling(), lengths).tolist() == [0, 300, 2000, -1]
+    found = chosen_by_kernels(backend, arch, logits, [Sampling()] * 4, np.zeros(4, np.int32))
+    assert found.tolist() == [0, 300, 2000, -1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -401,9 +353,9 @@ def test_equal_logits_infinities_and_nan_are_chosen_by_the_rules(backend: str, a
 def test_a_cta_of_choose_loops_over_a_large_vocabulary(backend: str, sampling: Sampling) -> None:
     logits = (3 * np.random.default_rng(8).standard_normal((9, 9001))).astype(np.float32)
     logits[np.arange(9), np.arange(9) * 1000] = 20
-    seen, lengths = np.zeros((9, 9001), np.uint8), np.zeros(9, np.int32)
-    wanted = [choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=i, position=1) for i in range(9)]
-    assert chosen_by_kernels(backend, 90, logits, seen, sampling, lengths, sm_count=1).tolist() == wanted
+    given, lengths = [sampling] * 9, np.zeros(9, np.int32)
+    wanted = chosen_by_formulas(logits, given, lengths, np.zeros(logits.shape, bool))
+    assert chosen_by_kernels(backend, 90, logits, given, lengths, sm_count=1).tolist() == wanted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -411,7 +363,8 @@ def test_a_cta_of_choose_loops_over_a_large_vocabulary(backend: str, sampling: S
 def test_limits_keep_all_tokens_that_tie_with_the_last_kept_one(backend: str, arch: int) -> None:
     logits = np.array([[1, 3, 2, 2, 2, 0, -1, -2]], np.float32)
     for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
-        limits = nan(1, dtype=np.float32)
-        plan = llm.plan_sampling_threshold(facts(arch, backend), 1, 8, temperature=1.0, **options)
-        runner(backend)(plan, {"logits": logits, "seen": np.zeros((1, 8), np.uint8), "limits": limits})
+        limits, slots = nan(1, dtype=np.float32), np.zeros(1, np.int32)
+        read = {"logits": logits, "seen": None, "slots": slots}
+        read["options"] = slot_options(Sampling(temperature=1.0, **options), 0)
+        runner(backend)(llm.plan_sampling_threshold(facts(arch, backend), 1, 8), {**read, "limits": limits})
         assert limits[0] == wanted

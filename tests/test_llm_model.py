@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from cupy_awq import llm
 from cupy_awq.llm import Decoder, LanguageModel, ModelFiles
-from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.tools.bench_llm import WARM_UP_STEPS, _measure
 from tests import llm_models
 from tests.llm_models import EXPERT_FAMILIES, FAMILIES, LLAMA
+from tests.logits import logits_of
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(0, llm_models.VOCAB, 21)]
 LLAMA3 = {
@@ -37,9 +37,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def all_logits(model: Model, ids: list[int], chunk: int = 512) -> np.ndarray:
-    model.ops.prefill_chunk = chunk
-    cache = model.ops.make_cache(1, len(ids))
-    return np.concatenate([model.logits(hidden)[0] for hidden in model.prefill(cache, 0, ids)])
+    return logits_of(model, ids, *[chunk] * (len(ids) // chunk))
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> bool:
@@ -130,39 +128,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, Model]:
     return files, build_model(files, NumpyOps(files.config))
 
 
-def test_sequences_of_different_length_in_a_batch_do_not_see_each_other(small: tuple[ModelFiles, Model]) -> None:
-    """A decode step of sequences of different lengths equals a decode step of each sequence alone."""
-    _, model = small
-    cache = model.ops.make_cache(3, 32)
-    prompts = [IDS[:3], IDS[3:12], IDS[12:13]]
-    for i, prompt in enumerate(prompts):
-        list(model.prefill(cache, i, prompt))
-    batch = model.step_logits(cache, np.array([7, 8, 9]))
-    for i, prompt in enumerate(prompts):
-        alone = all_logits(model, [*prompt, 7 + i])[-1]
-        np.testing.assert_allclose(batch[i], alone, rtol=1e-4, atol=1e-4)
-
-
-@given(data=st.data())
-@settings(max_examples=10)
-def test_logits_after_a_reused_prefix_equal_those_of_an_empty_cache(
-    small: tuple[ModelFiles, Model], data: st.DataObject
-) -> None:
-    """A prompt that shares a prefix with the preceding one reuses the cache and has the logits of an empty cache."""
-    _, model = small
-    cache = model.ops.make_cache(1, 24)
-    for _ in range(3):
-        keep = data.draw(st.integers(0, len(cache.tokens[0])))
-        prompt = cache.tokens[0][:keep] + data.draw(st.lists(st.integers(0, 263), min_size=1, max_size=24 - keep))[:4]
-        prompt = prompt[:24] or [0]
-        same = cache.reuse_prefix(0, prompt)
-        assert same <= len(prompt) - 1
-        logits = model.prompt_logits(cache, 0, prompt[same:])
-        assert cache.tokens[0] == prompt
-        assert cache.lengths[0] == len(prompt)
-        np.testing.assert_allclose(logits, all_logits(model, prompt)[-1], rtol=1e-4, atol=1e-4)
-
-
 def test_a_prompt_keeps_the_hidden_states_of_its_last_chunk_only(
     small: tuple[ModelFiles, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,20 +146,7 @@ def test_a_prompt_keeps_the_hidden_states_of_its_last_chunk_only(
     assert len(hidden_states) == 6
     hidden_states.clear()
     _measure("small", files.config, seen, 1, 21, 1)
-    assert len(hidden_states) == 2 * 6 + WARM_UP_STEPS + 1
-
-
-def test_the_last_token_of_a_prompt_is_never_reused(small: tuple[ModelFiles, Model]) -> None:
-    _, model = small
-    cache = model.ops.make_cache(1, 8)
-    list(model.prefill(cache, 0, [1, 2, 3]))
-    assert cache.reuse_prefix(0, [1, 2, 3]) == 2
-
-
-def test_a_kv_cache_larger_than_the_free_memory_is_refused_before_it_is_allocated() -> None:
-    config = config_of()
-    with pytest.raises(ValueError, match=r"KV cache of 2 x 131072 tokens: expected at most 0\.10 GB, got 0\.27 GB"):
-        states.allocate(config.layers, 2, 131072, np.float16, np, 10**8)
+    assert len(hidden_states) == 3 * 6 + WARM_UP_STEPS + 1
 
 
 @pytest.mark.parametrize(

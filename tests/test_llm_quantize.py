@@ -24,6 +24,7 @@ from cupy_awq.tools import quantize_command
 from cupy_awq.tools.command_line import main
 from tests import llm_models
 from tests.backends import fewer
+from tests.logits import logits_of
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789, and so on; again and again!\n" * 8
 OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64, "device": "cpu"}
@@ -96,8 +97,7 @@ def test_folded_model_gives_the_logits_of_the_original(
 
 def all_logits(model: llm.LanguageModel) -> np.ndarray:
     ids = model.tokenizer.encode(TEXT[:100])
-    cache = model.model.ops.make_cache(1, len(ids))
-    return np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
+    return logits_of(model.model, ids)
 
 
 class Unquantized(NamedTuple):

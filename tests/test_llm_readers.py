@@ -25,6 +25,7 @@ from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.files import ak48, gguf
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN3
+from tests.logits import logits_of
 
 HEADER_QWEN3_8B = (
     "38346b6105000000001000000030000024000000200000000800000080510200" + "00a00000" + "00" + "80000000" + "80000000"
@@ -76,10 +77,8 @@ def test_a_gguf_model_matches_the_float64_formulas_and_has_its_tokenizer(tmp_pat
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode("a<|im_end|>")[1:] == [258]
     assert files.stop_ids == (258, 256)  # <|end|> also ends a turn, as in llama.cpp
-    cache = model.ops.make_cache(1, len(ids))
-    (hidden,) = model.prefill(cache, 0, ids)
     wanted = llm_models.forward(files, ids)
-    assert np.abs(model.logits(hidden)[0] - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    assert np.abs(logits_of(model, ids) - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.runtime import placement
 from cupy_awq.tools.command_line import main
 from tests import llm_models
+from tests.logits import logits_of
 
 PROMPTS = ["Hello", "Why is the sky blue?", "é"]
 
@@ -56,9 +57,7 @@ def test_equal_seeds_generate_equal_texts_and_other_seeds_other_texts(model: Lan
 def test_decode_steps_agree_with_one_forward_pass_over_the_whole_text(model: LanguageModel) -> None:
     completion = model.generate("Hello", max_tokens=10, raw=True)[0]
     ids = model.tokenizer.encode("Hello") + completion.tokens
-    cache = model.model.ops.make_cache(1, len(ids))
-    (hidden,) = model.model.prefill(cache, 0, ids)
-    wanted = model.model.logits(hidden)[0, 4:-1].argmax(axis=1)
+    wanted = logits_of(model.model, ids)[4:-1].argmax(axis=1)
     assert completion.tokens == wanted.tolist()
 
 

@@ -22,14 +22,14 @@ DECODE = functools.partial(
     tests.test_decode_attention_covers_the_cache_and_the_new_token, "latest", 90, "float16", 4, 2, 64, False
 )
 SPLITS = functools.partial(tests.test_decode_attention_merges_many_splits, "latest", 90, 1, 2, 1)
-CHOOSE = functools.partial(tests.test_rows_choose_tokens_with_the_options_of_their_slots, "latest", 90, True)
+CHOOSE = functools.partial(tests.test_the_kernels_choose_the_same_tokens_as_the_cpu, "latest", 90, tests.MIXED)
 
 CACHE, ITEMS, BEGIN = (f"decoder/{name}" for name in ("kv_cache.cuh", "decode_step.cuh", "begin_step.cu"))
 Seed = tuple[Callable[[], None], str, str, str, tuple[str, str]]
 
 SEEDS: dict[str, Seed] = {
     "the wrong row of the block table": (
-        DECODE, CACHE, "int64_t>(sequence) * (capacity", "int64_t>(sequence - 1) * (capacity", OUTSIDE,
+        DECODE, CACHE, "int64_t>(slot) * (capacity", "int64_t>(slot - 1) * (capacity", OUTSIDE,
     ),
     "the block of the next token at an edge of a block": (
         DECODE, CACHE, "block = key / kBlockKeys", "block = (key + 1) / kBlockKeys", VALUES,
@@ -41,7 +41,7 @@ SEEDS: dict[str, Seed] = {
         DECODE, ITEMS, "if (!is_padding) pairs.store", "pairs.store", VALUES,
     ),
     "a padding row is appended to a block in a prompt": (
-        ROPE, "decoder/rope_cache.cu", "(kPaged && position < 0)", "false", OUTSIDE,
+        ROPE, "decoder/rope_cache.cu", " || position < 0", "", OUTSIDE,
     ),
     "the last range of keys is missing": (
         SPLITS, BEGIN, "for (int i = 0; i < ranges; ++i)", "for (int i = 0; i < max(1, ranges - 1); ++i)", RACE,
@@ -51,18 +51,21 @@ SEEDS: dict[str, Seed] = {
     ),
     "the block of the new token is not entered": (DECODE, BEGIN, "    blocks[block] = row[3];\n", "", VALUES),
     "only the first ranges are merged": (
-        SPLITS, ITEMS, "begin < (kPaged ? splits : 1)", "begin < 1", VALUES,
+        SPLITS, ITEMS, "begin < splits; begin +=", "begin < 1; begin +=", VALUES,
     ),
     "queries of the tile before": (
-        PROMPT, "decoder/attention_sm80.cu", "first_row = tile.x", "first_row = max(tile.x - 1, 0)", RACE,
+        PROMPT, "decoder/attention_sm80.cu", "first_row = item.x", "first_row = max(item.x - 1, 0)", RACE,
     ),
     "the key that rope_cache has appended is left out": (
         DECODE, "decoder/decode_attention_sm80.cu", "kAppended ? keys : min(position, capacity)",
         "min(position, capacity)", VALUES,
     ),
+    "the seen tokens of the row instead of its slot": (
+        CHOOSE, "decoder/sample.cu", "own_seen = seen + static_cast<int64_t>(slot)",
+        "own_seen = seen + static_cast<int64_t>(row)", VALUES,
+    ),
     "the options of the row instead of its slot": (
-        CHOOSE, "decoder/sample.cu", "const Options own = options[slots[row]]", "const Options own = options[row]",
-        VALUES,
+        CHOOSE, "decoder/sample.cu", "const int slot = slots[row]", "const int slot = row", VALUES,
     ),
 }  # fmt: skip
 

@@ -3,13 +3,12 @@
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m = b * steps + s is new token s of sequence b, which attends to the keys p = 0 .. lengths[b] + s of the
-// sequence. Query head h reads KV head h / (heads / kv_heads).
+// Row m is any token of any sequence, and attends to the keys p = 0 .. lengths[m] of the sequence. Query head h reads KV
+// head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
-//   lengths  int32 [m / steps], the number of tokens of a sequence before row b * steps. With PAGED, steps is 1, row b
-//            is any token of any sequence, and -1, that of a padding row, means 0.
-//   k, v     the KV cache (kv_cache.cuh), whose slots are those of the rows; work is not used
+//   lengths  int32 [m], the position of each row; -1, that of a padding row, means 0
+//   k, v     the KV cache (kv_cache.cuh); work is not used
 //
 // Limits: HEAD_DIM is a multiple of 8 up to 256. Architectures: all.
 // Grid (heads / HEADS, m): a CTA computes one row for HEADS query heads that share a KV head. Each group of LANES lanes
@@ -22,18 +21,16 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kUnroll = UNROLL;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention(const X* q, const X* k, const X* v, const int32_t* lengths, PAGES_PARAMETERS X* out, int steps, int heads,
-              int kv_heads, int capacity, int64_t sequence_stride, float scale) {
+    attention(const X* q, const X* k, const X* v, const int32_t* lengths, const int32_t* slots, const int4* work,
+              const int32_t* table, X* out, int heads, int kv_heads, int capacity, int64_t block_stride, float scale) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   launch_dependents_and_wait();
   const int head_block = blockIdx.x, row = blockIdx.y;
-  const int sequence = row / steps;
-  const int keys = min((kPaged ? max(lengths[row], 0) : lengths[sequence] + row % steps) + 1, capacity);
+  const int keys = min(max(lengths[row], 0) + 1, capacity);
   const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
   const bool has_dims = d_begin < kHeadDim;
   const int kv_head = head_block * kHeads / (heads / kv_heads);
-  const int slot = kPaged ? slots[row] : sequence;
-  const HeadCache cache(table, slot, kv_head, capacity, sequence_stride);
+  const HeadCache cache(table, slots[row], kv_head, capacity, block_stride);
   const int64_t q_offset = (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim;
 
   float query[kHeads][8];

@@ -3,17 +3,16 @@
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m = b * steps + s is new token s of sequence b, which attends to the keys p = 0 .. lengths[b] + s of the
-// sequence. Query head h reads KV head h / (heads / kv_heads).
+// Row m is any token of any sequence, and attends to the keys of the sequence up to its own position. Query head h reads
+// KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
-//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token; not used with PAGED
 //   k, v     the KV cache (kv_cache.cuh). work has {first row, number of rows, position of the first row, slot} of each
 //            tile of up to 64 consecutive rows of one sequence, or of none; the position -1, that of a padding row,
-//            means 0. slots is not used.
+//            means 0. lengths and slots are not used.
 //
 // Limits: HEAD_DIM is a multiple of 16 up to 128. Architectures: sm_80 and newer.
-// Grid (ceil(steps / 64), heads, sequences), with PAGED (tiles, heads, 1): a CTA computes a tile of up to 64 queries,
+// Grid (tiles, heads, 1): a CTA computes a tile of up to 64 queries,
 // and each of its four warps 16 of them. Tiles of 64 keys and values pass through a two-stage cp.async pipeline. Scores
 // stay in registers: the accumulators of q k^T, rounded to X, are operand A of the product with v (FlashAttention-2).
 #include "decoder/dependent_launch.cuh"
@@ -36,29 +35,23 @@ constexpr float kMinScore = -1e30f;       // the initial maximum: finite, so tha
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, PAGES_PARAMETERS X* out, int steps,
-                   int heads, int kv_heads, int capacity, int64_t sequence_stride, float scale) {
+    attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, const int32_t* slots, const int4* work,
+                   const int32_t* table, X* out, int heads, int kv_heads, int capacity, int64_t block_stride,
+                   float scale) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   // Two stages of keys and values, X [stage][k, v][kBlockN][kPitch].
   X* const shared = reinterpret_cast<X*>(dynamic_shared);
   const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   launch_dependents_and_wait();
-  // Later queries attend to more keys, so the CTAs of later tiles start first.
-  int m_begin = (gridDim.x - 1 - blockIdx.x) * kBlockM;
   const int head = blockIdx.y;
-  int sequence = blockIdx.z, cached = 0, first_row = 0;
-  if constexpr (kPaged) {
-    const int4 tile = work[blockIdx.x];
-    if (tile.y == 0) return;
-    m_begin = 0, first_row = tile.x, steps = tile.y, cached = max(tile.z, 0), sequence = tile.w;
-  } else {
-    cached = lengths[sequence];
-  }
-  const int keys = min(cached + min(m_begin + kBlockM, steps), capacity);
-  const HeadCache cache(table, sequence, head / (heads / kv_heads), capacity, sequence_stride);
+  const int4 item = work[blockIdx.x];
+  if (item.y == 0) return;
+  const int first_row = item.x, steps = item.y, cached = max(item.z, 0);
+  const int keys = min(cached + steps, capacity);
+  const HeadCache cache(table, item.w, head / (heads / kv_heads), capacity, block_stride);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int64_t pitch = static_cast<int64_t>(heads) * kHeadDim;
-  const int64_t row_offset = (kPaged ? first_row : static_cast<int64_t>(sequence) * steps) * pitch + head * kHeadDim;
+  const int64_t row_offset = first_row * pitch + head * kHeadDim;
   const X* const q_rows = q + row_offset;
 
   auto fetch = [&](int tile) {
@@ -82,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   uint32_t queries[kKSteps][4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    rows[half] = m_begin + warp * 16 + half * 8 + g;
+    rows[half] = warp * 16 + half * 8 + g;
     const X* row = q_rows + rows[half] * pitch;
 #pragma unroll
     for (int step = 0; step < kKSteps; ++step) {

@@ -14,38 +14,30 @@
 
 constexpr int kUnroll = UNROLL;
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128          ? 1
-                                                      : kHeads > 4 || kPaged ? 2
-                                                                             : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1 : 2)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                     const int32_t* lengths, PAGES_PARAMETERS X* k, X* v, X* out, float* partials, uint32_t* counters,
-                     POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride, float scale,
-                     float eps) {
+                     const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* k, X* v,
+                     X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int heads, int kv_heads,
+                     int capacity, int64_t block_stride, float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ alignas(16) float queries[kHeads][kHeadDim];
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  Items items(lengths, work, heads);
+  Items items(work, heads);
   if (!items.any()) return;
   do {
     const int split = items.split, head_block = items.head_block, row = items.row, item = items.index();
-    const int position = kPaged ? max(items.position, 0) : items.position;
+    const int position = max(items.position, 0);
     const int keys = min(position + kAppended, capacity);  // number of keys in the cache before the launch
-    int split_keys, splits;
-    if constexpr (kPaged) {
-      split_keys = range_size(min(position + 1, capacity));
-      splits = ceil_div(min(position + 1, capacity), split_keys);
-    } else {
-      split_keys = max(MIN_SPLIT_KEYS, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
-      splits = max(1, ceil_div(keys, split_keys));
-    }
+    const int split_keys = range_size(min(position + 1, capacity));
+    const int splits = ceil_div(min(position + 1, capacity), split_keys);
     if (split >= splits) return;
     const int key_begin = split * split_keys, key_end = min(keys, key_begin + split_keys);
     const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
     const bool has_dims = d_begin < kHeadDim;
     const int kv_head = head_block * kHeads / (heads / kv_heads);
-    const HeadCache cache(table, items.sequence, kv_head, capacity, sequence_stride);
+    const HeadCache cache(table, items.slot, kv_head, capacity, block_stride);
 
     Chunk k_chunks[kUnroll], v_chunks[kUnroll];
     bool is_valid[kUnroll];
@@ -69,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128          ? 1
     if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
 
     const bool appends = !kAppended && split == splits - 1 && position < capacity;
-    const int64_t append_offset = cache.offset(kPaged ? min(position, capacity - 1) : position);
+    const int64_t append_offset = cache.offset(min(position, capacity - 1));
     // Scores are multiplied by log2(e) beforehand, so that exp2 replaces exp.
     token.rotate_and_append(
         qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
-        appends, kPaged && items.position < 0, new_key, new_value, k + append_offset, v + append_offset,
+        appends, items.position < 0, new_key, new_value, k + append_offset, v + append_offset,
         [&](int head, const Pairs& pairs) { pairs.store(queries[head], scale * 1.4426950408889634f); });
     __syncthreads();
 

@@ -4,7 +4,7 @@
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 // The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
-// grid and PDL. Sequences of up to UNSPLIT_KEYS keys have a single split.
+// grid and PDL.
 //
 // Limits: HEAD_DIM is a multiple of 64 up to 256; HEADS <= 16 query heads share a KV head. Architectures: sm_80 and
 // newer. q and the probabilities p are rounded to X, as in attention_sm80.
@@ -29,40 +29,34 @@ constexpr int kValueChunks = kHeadDim / 64;      // number of 16-byte chunks of 
 constexpr int kHeadTiles = ceil_div(kHeads, 8);  // number of tiles of 8 heads in acc^T (the output of v^T p^T)
 
 static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");
-static_assert(!kPaged || kBlockKeys % kWarpKeys == 0, "a warp's keys are in one block of the cache");
+static_assert(kBlockKeys % kWarpKeys == 0, "a warp's keys are in one block of the cache");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and one mma has rows for 16 heads");
 
 using Chunk = Vector<uint32_t, 4>;  // 8 values of type X, the 16 bytes of one load
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                          const int32_t* lengths, PAGES_PARAMETERS X* k, X* v, X* out, float* partials,
-                          uint32_t* counters, POSITIONS_PARAMETER int heads, int kv_heads, int capacity,
-                          int64_t sequence_stride, float scale, float eps) {
+                          const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* k,
+                          X* v, X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int heads,
+                          int kv_heads, int capacity, int64_t block_stride, float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   // Operand A of q k^T, in the order in which lanes read it: [k step][lane].
   __shared__ Chunk queries[2 * kKeyChunks][32];
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  Items items(lengths, work, heads);
+  Items items(work, heads);
   if (!items.any()) return;
   do {
     const int split = items.split, head_block = items.head_block, row = items.row, item = items.index();
-    const int position = kPaged ? max(items.position, 0) : items.position;
+    const int position = max(items.position, 0);
     const int keys = min(position + 1, capacity), cached = kAppended ? keys : min(position, capacity);
-    int split_keys;
-    if constexpr (kPaged) {
-      split_keys = range_size(keys);
-    } else {
-      const int even_split_keys = ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kWarpKeys) * kWarpKeys;
-      split_keys = keys <= UNSPLIT_KEYS ? UNSPLIT_KEYS : max(MIN_SPLIT_KEYS, even_split_keys);
-    }
+    const int split_keys = range_size(keys);
     const int splits = ceil_div(keys, split_keys);
     const int key_begin = split * split_keys, key_end = min(keys, key_begin + split_keys);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int kv_head = head_block * kHeads / (heads / kv_heads);
-    const HeadCache cache(table, items.sequence, kv_head, capacity, sequence_stride);
+    const HeadCache cache(table, items.slot, kv_head, capacity, block_stride);
 
     // Lanes whose keys lie past the last cached key of this split load the last key again. The repeated keys are masked
     // later, or replaced by the new key.
@@ -117,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
 
     const bool appends = !kAppended && key_end > cached;
-    const int64_t append_offset = cache.offset(kPaged ? min(position, capacity - 1) : position);
+    const int64_t append_offset = cache.offset(min(position, capacity - 1));
     token.rotate_and_append(qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads,
-                            head_block, kv_head, eps, appends, kPaged && items.position < 0, new_key, new_value,
+                            head_block, kv_head, eps, appends, items.position < 0, new_key, new_value,
                             k + append_offset, v + append_offset, [&](int head, const Pairs& pairs) {
                               pairs.for_each([&](int d, float value) {
                                 const int word = d % 8 / 2;

@@ -8,25 +8,21 @@
 //   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]: q, k and v of the new tokens
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
 //   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
-//   lengths         int32 [m], the positions of the new tokens; a token at a position >= capacity is not appended
+//   lengths, slots  not used
 //   k, v            the KV cache (kv_cache.cuh). work is {items, 0, 0, 0} and then {row, range, position, slot} of each
-//                   item; a padding row has position -1 and is not appended. lengths and slots are not used then.
+//                   item; a padding row has position -1 and is not appended, nor is a token at a position >= capacity
 //   out             X [m, heads * HEAD_DIM]; with ORDER_OUT, column i of a row is stored at positions[i]
 //   positions       int32 [heads * HEAD_DIM], a permutation; with ORDER_OUT only
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
 //
-// Grid (splits, heads / HEADS, m): the keys of a sequence are split among the CTAs along x, and MAX_SPLITS is their
-// number, rounded up to a power of two, so that merging loops over few absent splits. A split has at least
-// MIN_SPLIT_KEYS keys, and CTAs without keys exit, so a captured launch can be replayed for any length. Warps, then
-// splits, are merged in a fixed order, so results are bit-identical from run to run.
+// Grid (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes, so a captured launch can be
+// replayed for any lengths. An item is a range of keys of a row, a split, whose size (key_ranges.cuh) depends on the
+// length of the row and on m, but not on other rows. So a long row does not delay short ones. Warps, then splits, are
+// merged in a fixed order, so results are bit-identical from run to run. With APPENDED, rope_cache has appended k and v
+// before, so several rows may be of one sequence; the launch is without PDL.
 //
-// With PAGED, the grid is (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes. An item
-// is a range of keys of a row, whose size (key_ranges.cuh) depends on the length of the row and on m, but not on other
-// rows. So a long row does not delay short ones. With APPENDED, rope_cache has appended k and v before, so several rows
-// may be of one sequence; the launch is without PDL.
-//
-// PDL: `lengths`, `work`, `table` and the cached keys and values are read before griddepcontrol.wait. This is safe
+// PDL: `work`, `table` and the cached keys and values are read before griddepcontrol.wait. This is safe
 // because a decode step starts with `embed`, which is launched without PDL after all preceding kernels have finished.
 #pragma once
 
@@ -40,35 +36,27 @@
 constexpr bool kAppended = APPENDED;
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
-constexpr int kFetchedSplits = kPaged ? 8 : kMaxSplits;  // number of splits that a thread merges at a time
+constexpr int kFetchedSplits = 8;           // number of splits that a thread merges at a time
 constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split in `partials`: acc, row_max, row_sum
 
 static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
 static_assert(kMaxSplits % kFetchedSplits == 0, "the last splits that a thread merges are within the bounds");
 
-// The items of work of a CTA, one after the other: a range of the keys of a row, for one block of query heads. Without
-// PAGED there is one item, the CTA's place in the grid.
+// The items of work of a CTA, one after the other: a range of the keys of a row, for one block of query heads.
 struct Items {
-  __device__ __forceinline__ Items(const int32_t* lengths, const int4* work, int heads)
-      : work(work + 1), head_blocks(kPaged ? heads / kHeads : gridDim.y) {
-    if constexpr (kPaged) {
-      count = work->x * head_blocks;
-      i = blockIdx.x;
-      if (i < count) next_item = this->work[i / head_blocks];
-      take();
-    } else {
-      row = blockIdx.z, head_block = blockIdx.y, split = blockIdx.x;
-      position = lengths[row], sequence = row;
-    }
+  __device__ __forceinline__ Items(const int4* work, int heads) : work(work + 1), head_blocks(heads / kHeads) {
+    count = work->x * head_blocks;
+    i = blockIdx.x;
+    if (i < count) next_item = this->work[i / head_blocks];
+    take();
   }
 
   // Returns whether the CTA has an item.
-  __device__ __forceinline__ bool any() const { return !kPaged || i < count; }
+  __device__ __forceinline__ bool any() const { return i < count; }
 
   // Goes to the next item; returns false after the last one. It reuses the shared memory: a CTA barrier is between the
   // last reads of each array by an item and the writes of the next one.
   __device__ __forceinline__ bool next() {
-    if constexpr (!kPaged) return false;
     i += gridDim.x;
     if (i >= count) return false;
     take();
@@ -78,12 +66,12 @@ struct Items {
   // Returns the index of the row and its block of heads in `partials` and `counters`.
   __device__ __forceinline__ int index() const { return row * head_blocks + head_block; }
 
-  int row, head_block, split, position, sequence;
+  int row, head_block, split, position, slot;
 
  private:
   // Takes the item that has been loaded, and loads the one after it while this one is computed.
   __device__ __forceinline__ void take() {
-    row = next_item.x, split = next_item.y, position = next_item.z, sequence = next_item.w;
+    row = next_item.x, split = next_item.y, position = next_item.z, slot = next_item.w;
     head_block = i % head_blocks;
     if (i + gridDim.x < count) next_item = work[(i + gridDim.x) / head_blocks];
   }
@@ -215,8 +203,8 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
   for (int i = first; i < kHeads * kHeadDim; i += 2 * THREADS) {
     if (i != first) fetch_acc(i, 0);
     float2 merged = {0.0f, 0.0f};
-    for (int begin = 0; begin < (kPaged ? splits : 1); begin += kFetchedSplits) {
-      if (kPaged && begin > 0) fetch_acc(i, begin);
+    for (int begin = 0; begin < splits; begin += kFetchedSplits) {
+      if (begin > 0) fetch_acc(i, begin);
 #pragma unroll
       for (int j = 0; j < kFetchedSplits; ++j) {
         const float factor = factors[i / kHeadDim][begin + j];

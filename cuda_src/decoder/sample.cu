@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selects the next token of each sequence:
+// Selects the next token of each row:
 //
 //   penalized = logit > 0 ? logit / penalty : logit * penalty, for seen tokens (PENALTY); logit for other tokens
 //   scaled = penalized / temperature
@@ -7,34 +7,27 @@
 //   sample_token with SAMPLES      token = argmax of scaled + noise over all tokens with scaled >= limit
 //   sampling_threshold             limit = the smallest scaled value that top-k, then top-p, then min-p keep
 //
-// noise = -log(-log(u)) is Gumbel noise; u is a hash of seed, sequence, position and token. The argmax is then a sample
-// from the softmax of the scaled values.
+// noise = -log(-log(u)) is Gumbel noise; u is a hash of seed, completion, position and token. The argmax is then a sample
+// from the softmax of the scaled values. At temperature 0 the token is the argmax, also with SAMPLES.
 //
-// With BY_SLOT, row r is a row of any sequence, slots[r], which has options of its own. At temperature 0 its token is
-// the argmax.
+//   logits       float32 [rows, vocab]
+//   seen         uint8 [slots, vocab], 1 for the tokens of the text so far; with PENALTY only. sample_token also sets the
+//                new token of a slot whose penalty is not 1.
+//   limits       float32 [rows]; null if sample_token may sample every token
+//   slots        int32 [rows], the slot of each row: its sequence
+//   options      Options [slots]
+//   tokens       int32 [slots], the new tokens; -1 if the logits contain NaN
+//   lengths      int32 [rows], the position before that of the new token
+//   partials     uint64 [rows, CTAs], the maximum of each CTA
+//   counters     uint32 [rows], zero before and after the launch
+//   host_tokens  int32 [rows] in pinned host memory, the new tokens
 //
-//   logits       float32 [sequences, vocab]
-//   seen         uint8 [sequences, vocab], 1 for the tokens of the text so far; sample_token also sets the new token
-//   limits       float32 [sequences]; null if sample_token may sample every token
-//   slots        int32 [sequences]; with BY_SLOT only
-//   options      Options [all sequences], by slot; with BY_SLOT, in place of first_sequence, seed and the other options
-//   tokens       int32 [sequences], the new tokens; -1 if the logits contain NaN. With BY_SLOT, stored by slot.
-//   lengths      int32 [sequences], the position of the new token; with ADVANCE the position - 1, which sample_token
-//                increments
-//   partials     uint64 [sequences, CTAs], the maximum of each CTA
-//   counters     uint32 [sequences], zero before and after the launch
-//   host_tokens  int32 [sequences, 2] in pinned host memory; with ADVANCE, the new token is written at index
-//                position % 2, where it stays for two steps. With BY_SLOT, int32 [rows].
-//
-// Limits: none. Architectures: all.
-// Grids: (CTAs, sequences) for sample_token, where first_sequence is the index in the batch of the first sequence;
-// (1, sequences) for sampling_threshold.
+// Limits: with PENALTY, rows with equal slots only if their penalty is 1. Architectures: all.
+// Grids: (CTAs, rows) for sample_token, (1, rows) for sampling_threshold.
 #include "decoder/dependent_launch.cuh"
 
 constexpr bool kSamples = SAMPLES;
 constexpr bool kPenalty = PENALTY;
-constexpr bool kAdvance = ADVANCE;
-constexpr bool kBySlot = BY_SLOT;
 constexpr int kWarps = THREADS / 32;
 constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // number of loads in flight per thread; more would spill
 
@@ -58,20 +51,12 @@ __device__ __forceinline__ uint64_t mix(uint64_t z) {
 
 constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;  // the increment of splitmix64, 2^64 divided by the golden ratio
 
-// The options of one sequence; choice takes the place of its index in the noise.
+// The options of one sequence; choice is the index of the completion.
 struct Options {
   uint64_t seed;
   int32_t choice, top_k;
-  float temperature, top_p, log_min_p, padding;
+  float temperature, top_p, log_min_p, penalty;
 };
-
-#if BY_SLOT
-#define SLOTS_PARAMETERS const int32_t *slots, const Options *options,
-#else
-#define SLOTS_PARAMETERS
-constexpr const int32_t* slots = nullptr;
-constexpr const Options* options = nullptr;
-#endif
 
 struct Logits {
   const float* row;
@@ -85,7 +70,7 @@ struct Logits {
     if constexpr (kPenalty) {
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
     }
-    return kSamples && (!kBySlot || temperature > 0.0f) ? value / temperature : value;
+    return kSamples && temperature > 0.0f ? value / temperature : value;
   }
 };
 
@@ -111,24 +96,20 @@ __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample_token(const float* logits, uint8_t* seen, const float* limits, SLOTS_PARAMETERS int32_t* tokens,
-                 int32_t* lengths, uint64_t* partials, uint32_t* counters, int32_t* host_tokens, int vocab,
-                 int first_sequence, uint64_t seed, float temperature, float penalty) {
+    sample_token(const float* logits, uint8_t* seen, const float* limits, const int32_t* slots, const Options* options,
+                 int32_t* tokens, const int32_t* lengths, uint64_t* partials, uint32_t* counters, int32_t* host_tokens,
+                 int vocab) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
   launch_dependents_and_wait();
   const int row = blockIdx.y, ctas = gridDim.x;
-  const int64_t start = static_cast<int64_t>(row) * vocab;
-  int sequence = first_sequence + row;
-  if constexpr (kBySlot) {
-    const Options own = options[slots[row]];
-    sequence = own.choice, seed = own.seed, temperature = own.temperature;
-  }
-  const Logits values{logits + start, seen + start, temperature, penalty};
-  // Returns the position in the sequence of the token that is chosen now.
-  const uint64_t position = lengths[row] + (kAdvance || kBySlot ? 1 : 0);
-  const uint64_t hash = mix(seed + (static_cast<uint64_t>(sequence) << 32 | position) * kStep);
-  const bool adds_noise = !kBySlot || temperature > 0.0f;
+  const int slot = slots[row];
+  const Options own = options[slot];
+  uint8_t* const own_seen = seen + static_cast<int64_t>(slot) * vocab;
+  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen, own.temperature, own.penalty};
+  const uint64_t position = lengths[row] + 1;  // that of the token that is chosen now
+  const uint64_t hash = mix(own.seed + (static_cast<uint64_t>(own.choice) << 32 | position) * kStep);
+  const bool adds_noise = own.temperature > 0.0f;
   const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);  // minus infinity: no limit
   uint64_t best = 0;
   auto consider = [&](int token, float logit) {
@@ -190,13 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0) {
     const bool is_nan = (best >> 32) == 0xffffffffu;
     const int token = is_nan ? -1 : static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
-    tokens[kBySlot ? slots[row] : row] = token;
-    if constexpr (kBySlot) host_tokens[row] = token;
-    if (kPenalty && !is_nan) seen[start + token] = 1;
-    if constexpr (kAdvance) {
-      host_tokens[2 * row + position % 2] = token;
-      lengths[row] = static_cast<int32_t>(position);
-    }
+    tokens[slot] = token;
+    host_tokens[row] = token;
+    if (kPenalty && own.penalty != 1.0f && !is_nan) own_seen[token] = 1;
   }
 }
 
@@ -239,21 +216,19 @@ template <class Weight> __device__ __forceinline__ float find_threshold(const Lo
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sampling_threshold(const float* logits, uint8_t* seen, float* limits, SLOTS_PARAMETERS int vocab, int top_k,
-                       float temperature, float penalty, float top_p, float log_min_p) {
+    sampling_threshold(const float* logits, uint8_t* seen, float* limits, const int32_t* slots, const Options* options,
+                       int vocab) {
   __shared__ uint64_t shared[kWarps];
   __shared__ RadixSelect radix_select;
   launch_dependents_and_wait();
-  const int64_t start = static_cast<int64_t>(blockIdx.y) * vocab;
-  if constexpr (kBySlot) {
-    const Options own = options[slots[blockIdx.y]];
-    temperature = own.temperature, top_k = own.top_k, top_p = own.top_p, log_min_p = own.log_min_p;
-    if (temperature == 0.0f || (top_k == 0 && top_p == 1.0f && isinf(log_min_p))) {
-      if (threadIdx.x == 0) limits[blockIdx.y] = __int_as_float(0xff800000);  // minus infinity keeps all tokens
-      return;
-    }
+  const int slot = slots[blockIdx.y];
+  const Options own = options[slot];
+  if (own.temperature == 0.0f || (own.top_k == 0 && own.top_p == 1.0f && isinf(own.log_min_p))) {
+    if (threadIdx.x == 0) limits[blockIdx.y] = __int_as_float(0xff800000);  // minus infinity keeps all tokens
+    return;
   }
-  const Logits values{logits + start, seen + start, temperature, penalty};
+  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab, seen + static_cast<int64_t>(slot) * vocab,
+                      own.temperature, own.penalty};
   uint64_t highest = 0;
   for (int token = threadIdx.x; token < vocab; token += THREADS) {
     const uint64_t key = key_of(values(token));
@@ -262,10 +237,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float top = value_of(static_cast<uint32_t>(cta_max(highest, shared)));
 
   float limit = __int_as_float(0xff800000);  // minus infinity keeps all tokens
-  if (top_k > 0 && top_k < vocab) {
-    limit = find_threshold(values, vocab, top_k, [](float) { return 1ull; }, radix_select);
+  if (own.top_k > 0 && own.top_k < vocab) {
+    limit = find_threshold(values, vocab, own.top_k, [](float) { return 1ull; }, radix_select);
   }
-  if (top_p < 1.0f) {
+  if (own.top_p < 1.0f) {
     // Returns the probability relative to the highest probability, as an integer in units of 2^-40.
     auto mass = [&](float value) {
       return value >= limit ? static_cast<unsigned long long>(expf(value - top) * 1.099511627776e12f) : 0ull;
@@ -276,11 +251,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int token = threadIdx.x; token < vocab; token += THREADS) thread_mass += mass(values(token));
     atomicAdd(&radix_select.wanted, thread_mass);
     __syncthreads();
-    const auto share = static_cast<unsigned long long>(static_cast<double>(radix_select.wanted) * top_p);
+    const auto share = static_cast<unsigned long long>(static_cast<double>(radix_select.wanted) * own.top_p);
     const auto wanted = max(1ull, share);  // a mass of 0 would keep every token
     __syncthreads();
     limit = find_threshold(values, vocab, wanted, mass, radix_select);
   }
-  limit = fmaxf(limit, top + log_min_p);
+  limit = fmaxf(limit, top + own.log_min_p);
   if (threadIdx.x == 0) limits[blockIdx.y] = limit;
 }

@@ -18,7 +18,7 @@ from cupy_awq.llm.completion import Completion, Score, Stats
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS, Sampling
 from cupy_awq.llm.engine import scheduler
-from cupy_awq.llm.engine.core import Core
+from cupy_awq.llm.engine.core import NO_MEMORY, Core
 from cupy_awq.llm.engine.request import Delta, Request
 from cupy_awq.llm.engine.runner import make_runner
 from cupy_awq.llm.families.description import Decoder
@@ -36,6 +36,10 @@ from cupy_awq.runtime import placement
 
 SCORE_WINDOW = 2048
 """The largest number of tokens per window of `LanguageModel.score`."""
+
+
+MAX_ROWS = 1024
+"""The largest number of completions that `LanguageModel.generate` runs at a time; others wait for them."""
 
 
 class ContextFullError(ValueError):
@@ -229,7 +233,8 @@ class LanguageModel:
         return min(max_tokens, self.config.context - longest)
 
     def _make_core(self, rows: int, capacity: int) -> Core:
-        """Return a core for ``rows`` sequences of at most ``capacity`` tokens that begin together."""
+        """Return a core for sequences of at most ``capacity`` tokens: ``rows`` at a time, or `MAX_ROWS` if fewer."""
+        rows = min(rows, MAX_ROWS)
         with self._on_device():
             return Core(self, make_runner(self.model, rows, capacity, is_batch=True), max_rows=rows)
 
@@ -243,25 +248,27 @@ class LanguageModel:
             scheduler.Sequence(request, i, len(request.prompt) + request.max_tokens, 0.0)
             for i, request in enumerate(requests)
         ]
-        began = time.perf_counter()
+        began, begun = time.perf_counter(), set[scheduler.Sequence]()
         try:
             with self._on_device():
                 core.end()
                 core.begin(sequences)
             while any(sequence in core for sequence in sequences):
                 with self._on_device():
-                    step, found = core.step()
+                    found = core.step()
                 seconds = time.perf_counter() - began
-                if step.is_prompt:
+                first = [sequence for sequence, delta in found if delta.tokens and sequence not in begun]
+                if first:
+                    begun.update(first)
                     stats.prompt_seconds = seconds
                     stats.prompt_tokens = sum(len(s.request.prompt) - s.cached for s in sequences)
-                else:
+                elif count := sum(len(delta.tokens) for _, delta in found):
                     stats.seconds = seconds - stats.prompt_seconds
-                    stats.tokens += len(step.parts)
+                    stats.tokens += count
                     stats.steps += 1
                 for _, delta in found:
                     if delta.error:
-                        raise ValueError(delta.error)
+                        raise MemoryError(NO_MEMORY) if delta.error == NO_MEMORY else ValueError(delta.error)
                     yield delta
         finally:
             with self._on_device():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -11,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -24,8 +24,11 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.decoder.sampling import Sampling
 from cupy_awq.llm.decoder.states import count_bytes
+from cupy_awq.llm.engine.core import Core
+from cupy_awq.llm.engine.request import Request
+from cupy_awq.llm.engine.runner import make_runner
+from cupy_awq.llm.engine.scheduler import Sequence
 from cupy_awq.llm.families.description import Decoder, Experts, LinearSpec
 from cupy_awq.llm.families.table import Table
 from cupy_awq.llm.files.model_files import Array, ModelFiles, Progress
@@ -250,26 +253,49 @@ def _untouched_bytes(decoder: Decoder, batch: int, group_size: int = 128) -> int
     return round(total)
 
 
+class _Silence:
+    """A tokenizer of which no token has a text."""
+
+    special_ids: ClassVar[dict[str, int]] = {}
+
+    def stream(self, earlier: Any) -> _Silence:
+        return self
+
+    def step(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 def _measure(name: str, decoder: Decoder, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
-    ops = model.ops
-    cache = ops.make_cache(batch, prompt_tokens + steps + WARM_UP_STEPS)
+    text_model: Any = SimpleNamespace(config=decoder, model=model, tokenizer=_Silence(), stop_ids=frozenset())
+    most = WARM_UP_STEPS + steps + 3
+    core = Core(text_model, make_runner(model, batch, prompt_tokens + most, is_batch=True), max_rows=batch)
     prompts = np.random.default_rng(0).integers(0, decoder.vocab, (batch, prompt_tokens)).tolist()
-    loop = ops.make_decode_loop(partial(model.step_logits, cache), cache, Sampling())
+
+    def begin(row: int, tokens: int, salt: str = "") -> Sequence:
+        request = Request(tuple(prompts[row]), max_tokens=tokens, ignore_stop_tokens=True, salt=salt)
+        core.begin([sequence := Sequence(request, row, prompt_tokens + tokens, 0.0)])
+        return sequence
+
     times = []
-    for warm_up in (True, False):
-        for row in range(1 if warm_up else batch):
-            cache.reuse_prefix(row, prompts[row][:1])
-            began = time.perf_counter()
-            loop.start(row, model.prompt_logits(cache, row, prompts[row]))
-            times.append(time.perf_counter() - began)
-    with contextlib.closing(loop):
-        for _ in range(WARM_UP_STEPS):
-            loop.step()
+    for row, salt in [(0, "warm-up"), *((row, "") for row in range(batch))]:
         began = time.perf_counter()
-        for _ in range(steps):
-            loop.step()
-        seconds = (time.perf_counter() - began) / steps
-    itemsize = cache.layers[0].k.dtype.itemsize
+        sequence = begin(row, 1, salt)
+        while sequence in core:
+            core.step()
+        times.append(time.perf_counter() - began)
+    sequences = [begin(row, most) for row in range(batch)]  # most of each prompt is in the cache
+    while any(len(sequence.tokens) == prompt_tokens for sequence in sequences):
+        core.step()
+    for _ in range(WARM_UP_STEPS):
+        core.step()
+    began = time.perf_counter()
+    for _ in range(steps):
+        core.step()
+    seconds = (time.perf_counter() - began) / steps
+    core.end()
     read = model.weight_bytes - _untouched_bytes(decoder, batch)
-    read += count_bytes(decoder.layers, batch, prompt_tokens + steps // 2, itemsize)
+    read += count_bytes(decoder.layers, batch * (prompt_tokens + steps // 2), 4 if model.ops.has_pages else 2)
     return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)

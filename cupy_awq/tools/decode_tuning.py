@@ -23,6 +23,7 @@ from cupy_awq.kernels.gemm.fragments import MAX_FUSED_ROWS
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.kernels.tiling import next_tuned_m
+from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.build import activation_dtype, build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.model import Model
@@ -196,14 +197,13 @@ class Step:
     def __init__(self, model: Model, ops: CudaOps, sequences: int) -> None:
         import cupy
 
-        self._model = model
         context = min(CONTEXT, ops.config.context - 1)
-        self._cache = ops.make_cache(sequences, context + 1)
-        for state in self._cache.layers:
+        tokens = sequences * count_blocks(context + 1) * BLOCK
+        self._steps = ops.make_steps(model.forward, model.head, sequences, context + 1, tokens)
+        for state in self._steps.layers:
             values = np.random.default_rng(0).standard_normal(state.k.shape[-1], np.float32)
             state.k[...] = state.v[...] = cupy.asarray(values.astype(state.k.dtype))
-        self._cache.lengths[:] = context
-        self._tokens = ops.prepare_tokens([0] * sequences)[:, None]
+        self._launch = self._steps.decode_kernels(context)
         self._stream, self._pool = ops.decode_stream
         cupy.cuda.get_current_stream().synchronize()
 
@@ -243,7 +243,7 @@ class Step:
         import cupy
 
         with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
-            self._model.logits(self._model.forward(self._tokens, self._cache))
+            self._launch()
 
 
 def _load(name: str, index: int) -> tuple[Model, CudaOps]:

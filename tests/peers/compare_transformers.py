@@ -27,6 +27,7 @@ from cupy_awq import llm
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families import FAMILIES
+from tests.logits import logits_of
 
 TOKENS, VOCAB = 60, 96
 TOLERANCE = 2e-4
@@ -147,8 +148,7 @@ def our_logits(folder: Path, ids: list[int]) -> np.ndarray:
     """Return the logits [S, V] that cupy_awq computes for a model's folder on the CPU."""
     files = llm.read(folder)
     model = build_model(files, NumpyOps(files.config))
-    cache = model.ops.make_cache(1, len(ids))
-    return np.concatenate([model.logits(hidden)[0] for hidden in model.prefill(cache, 0, ids)])
+    return logits_of(model, ids)
 
 
 def compare(table: dict[str, Any], seed: int) -> tuple[str, str]:

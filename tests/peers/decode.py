@@ -11,11 +11,10 @@ difference of their numbers of layers. Weights are cold in L2.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,17 +25,19 @@ from unittest import mock
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.llm.decoder.backend import ChoiceOptions
+from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.cuda_backend import CudaOps
-from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.cuda_steps import CudaSteps
 from cupy_awq.llm.decoder.model import Model
-from cupy_awq.llm.decoder.sampling import Sampling
-from cupy_awq.llm.decoder.states import Cache, count_bytes
+from cupy_awq.llm.decoder.states import count_bytes
 from cupy_awq.llm.families.description import Decoder
-from cupy_awq.ops import chosen_kernel
 from cupy_awq.runtime import compile as compiler
-from cupy_awq.runtime import launcher, placement
-from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime import placement
+from cupy_awq.runtime.graph import capture
+from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.runtime.launcher import collect_kernels
 from cupy_awq.tools.bench_llm import SHAPES, synthetic
 from cupy_awq.tools.table import render
 
@@ -63,26 +64,12 @@ def part_of(plan: LaunchPlan, decoder: Decoder) -> str | None:
     return sizes.get(tuple(map(int, plan.scalars[1:3]))) if plan.kernel.entry.startswith("gemm_sm90") else None
 
 
-class NoLaunch:
-    """A stand-in for a launcher: it notes the kernel of its plan for compilation and launches nothing."""
-
-    def __init__(self, kernels: dict[Kernel, None], plan: LaunchPlan, index: int) -> None:
-        kernels[plan.kernel] = None
-        self.buffers = plan.buffers
-
-    def __call__(self, *arguments: Any) -> None:
-        pass
-
-
 def compile_all(decoder: Decoder, index: int, batches: list[int]) -> None:
     """Compile the kernels of all decode steps with one thread per core."""
-    kernels: dict[Kernel, None] = {}
     model = make_model(replace(decoder, layers=decoder.layers[:FEW_LAYERS]), index)
-    record = functools.partial(NoLaunch, kernels)
-    with mock.patch.object(launcher, "get_launcher", record), mock.patch.object(chosen_kernel, "get_launcher", record):
+    with collect_kernels() as kernels:
         for batch in batches:
-            cache, tokens = model.ops.make_cache(batch, CONTEXT + 1), model.ops.prepare_tokens([0] * batch)
-            model.logits(model.forward(tokens[:, None], cache))
+            launch_step(make_steps(model, batch))()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiler.build, kernels))
 
@@ -106,36 +93,44 @@ def without(ops: CudaOps, part: str | None) -> Iterator[None]:
         yield
 
 
-def step_us(model: Model, cache: Cache) -> float:
+def make_steps(model: Model, batch: int) -> CudaSteps:
+    """Return the steps of a batch, whose cache is filled."""
+    tokens = batch * count_blocks(CONTEXT + 1) * BLOCK
+    steps = model.ops.make_steps(model.forward, model.head, batch, CONTEXT + 1, tokens)
+    assert isinstance(steps, CudaSteps)
+    for state in steps.layers:
+        fill(state.k)
+        fill(state.v)
+    return steps
+
+
+def launch_step(steps: CudaSteps) -> Callable[[], None]:
+    """Return a function that launches a decode step at the position `CONTEXT`, with the choice of the tokens."""
+    launch = steps.decode_kernels(CONTEXT)
+    (graph,) = steps._graphs.values()
+
+    def step() -> None:
+        steps._choose(launch(), graph.slots, graph.lengths, ChoiceOptions())
+
+    return step
+
+
+def step_us(steps: CudaSteps) -> float:
     """Return the time in microseconds of a decode step, captured as a CUDA graph."""
     import cupy
 
-    loop = model.ops.make_decode_loop(lambda tokens: tokens, cache, Sampling())
-    assert isinstance(loop, CudaDecodeLoop)
-    tokens = cupy.zeros(len(cache.tokens), np.int32)
-    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    cache.lengths[:] = CONTEXT
-    cupy.cuda.get_current_stream().synchronize()
-
-    def step() -> None:
-        logits = model.logits(model.forward(tokens[:, None], cache))[:, -1]
-        loop._choose(logits, slice(None), advance=True)
-
-    kept = []
+    step, kept, times = launch_step(steps), [], []
 
     def keep(size: int) -> Any:
-        kept.append(pool.malloc(size))
+        kept.append(cupy.get_default_memory_pool().malloc(size))
         return kept[-1]
 
-    with stream:
-        with cupy.cuda.using_allocator(pool.malloc):
-            step()
-        stream.begin_capture()
+    cupy.cuda.get_current_stream().synchronize()
+    with steps.stream as stream:
+        step()
         with cupy.cuda.using_allocator(keep):
-            step()
-        graph = stream.end_capture()
+            graph = capture(stream, step)
         graph.launch(stream)
-        times = []
         for _ in range(REPEATS):
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
@@ -144,8 +139,6 @@ def step_us(model: Model, cache: Cache) -> float:
             end.record()
             end.synchronize()
             times.append(cupy.cuda.get_elapsed_time(begin, end) / STEPS * 1e3)
-        cache.lengths[:] = CONTEXT
-        stream.synchronize()
     return statistics.median(times)
 
 
@@ -172,20 +165,17 @@ def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list
     few, whole = (make_model(replace(decoder, layers=decoder.layers[:n]), index) for n in (FEW_LAYERS, None))
     rows, layers = [], len(decoder.layers)
     for batch in batches:
-        cache = whole.ops.make_cache(batch, CONTEXT + 2 + (REPEATS + 1) * STEPS)
-        for state in cache.layers:
-            fill(state.k)
-            fill(state.v)
+        both = make_steps(few, batch), make_steps(whole, batch)
 
-        def layer_and_step(part: str | None = None, cache: Cache = cache) -> tuple[float, float]:
+        def layer_and_step(part: str | None = None, both: tuple[CudaSteps, CudaSteps] = both) -> tuple[float, float]:
             assert isinstance(few.ops, CudaOps)
             assert isinstance(whole.ops, CudaOps)
             with without(few.ops, part), without(whole.ops, part):
-                short, step = (step_us(model, cache) for model in (few, whole))
+                short, step = map(step_us, both)
             return (step - short) / (layers - FEW_LAYERS), step
 
         layer, step = layer_and_step()
-        read = whole.weight_bytes + count_bytes(decoder.layers, batch, CONTEXT + STEPS * REPEATS // 2, 2)
+        read = whole.weight_bytes + count_bytes(decoder.layers, batch * (CONTEXT + 1), 2)
         others = step - layers * layer
         row: dict[str, Any] = {"model": name, "batch": batch, "layer": layer, "others": others, "step": step}
         row |= {"tokens/s": batch / step * 1e6, "roofline": read / READ_GBS / 1e3 / step}

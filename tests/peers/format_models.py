@@ -15,6 +15,7 @@ import transformers
 
 from cupy_awq import llm
 from cupy_awq.checkpoint import safetensors
+from tests.logits import logits_of
 
 Array = npt.NDArray[Any]
 
@@ -58,8 +59,7 @@ class Scores:
 def our_scores(path: Path, ids: list[int]) -> Scores:
     """Return logits and greedy answers of a model in cupy_awq, on the CPU in float32."""
     model = llm.load(path, device="cpu")
-    cache = model.model.ops.make_cache(1, len(ids))
-    logits = np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
+    logits = logits_of(model.model, ids)
     completions = [model.generate(prompt, max_tokens=ANSWER_TOKENS)[0] for prompt in PROMPTS]
     return Scores(logits, [list(completion.tokens) for completion in completions])
 

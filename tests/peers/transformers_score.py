@@ -19,12 +19,12 @@ import torch
 import transformers
 
 from cupy_awq import llm
+from tests.logits import logits_of
 
 
 def our_logits(model: llm.LanguageModel, ids: list[int]) -> np.ndarray:
     """Return the logits [S, V] that cupy_awq computes for token ids on the CPU."""
-    cache = model.model.ops.make_cache(1, len(ids))
-    return np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
+    return logits_of(model.model, ids)
 
 
 def their_logits(path: Path, ids: list[int]) -> np.ndarray:

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", choices=list(bench_llm.SHAPES))
     parser.add_argument("--batch", type=int, action="append", help="sequences (default: 1); repeatable")
     args = parser.parse_args()
-    loop = importlib.import_module(bench_llm.build_model.__module__.rpartition(".")[0] + ".decode_loop")
+    loop = importlib.import_module(bench_llm.build_model.__module__.rpartition(".")[0] + ".step_graphs")
     for name in args.models:
         for batch in args.batch or [1]:
             lines = record(name, batch, loop)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.decoder.common import (
+    CACHE_BUFFERS,
     COMMON_HEADS,
     MAX_SIMT_HEADS,
     SIMT_FACTOR,
     attention_threads,
-    cache_buffers,
     count_cta_heads,
     int32s,
     plan_launch,
@@ -20,7 +20,6 @@ from cupy_awq.kernels.decoder.common import (
 )
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
 from cupy_awq.kernels.family import MemoryBoundProblem, SoleConfig, SoleConfigFamily
-from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, LaunchPlan
 
@@ -30,57 +29,53 @@ PREFILL_TILE = 64
 
 @dataclass(frozen=True)
 class Attention(MemoryBoundProblem):
-    """Causal attention in prefill: of ``steps`` new tokens of each of m / steps sequences to all tokens before them.
+    """Causal attention of rows, tokens of any sequences, to the tokens up to each of them.
 
     Attributes:
         m: number of rows of q and of the result.
-        steps: number of new tokens per sequence.
         heads, kv_heads: numbers of query heads and of KV heads.
         head_dim: number of columns per head.
         capacity: largest number of tokens per sequence in the KV cache.
-        sequence_stride: stride of the KV cache between sequences, in elements.
+        block_stride: stride of the KV cache between blocks, in elements.
         dtype: dtype of q, the cache and the result, "float16" or "bfloat16".
-        tiles: 0 if the KV cache is contiguous. Else the cache consists of blocks, sequence_stride is the stride between
-            them, and ``steps`` is 1; it is the number of tiles of `PREFILL_TILE` rows, each of one sequence.
+        tiles: number of tiles of up to `PREFILL_TILE` rows, each of one sequence.
     """
 
     m: int
-    steps: int
     heads: int
     kv_heads: int
     head_dim: int
     capacity: int
-    sequence_stride: int
+    block_stride: int
     dtype: str
-    tiles: int = 0
+    tiles: int
 
     COMMON = tuple(
-        (2, 1, 8 * group, 8, head_dim, 32, 8, dtype, tiles)
+        (2, 8 * group, 8, head_dim, 32, 8, dtype, 1)
         for dtype in ("float16", "bfloat16")
         for head_dim, _, groups in COMMON_HEADS
         for group in groups
-        for tiles in (0, 1)
     )
 
     def __str__(self) -> str:
-        cache = f"k, v[{self.m // self.steps}, {self.kv_heads}, {self.capacity}, {self.head_dim}]"
+        cache = f"k, v[{self.m}, {self.kv_heads}, {self.capacity}, {self.head_dim}]"
         return f"attention of q[{self.m}, {self.heads}, {self.head_dim}] {self.dtype} to {cache}"
 
     @property
     def nbytes(self) -> int:
-        """The size of q, of the result and of a full KV cache in bytes."""
-        rows = self.m * self.heads + self.m // self.steps * self.kv_heads * self.capacity
+        """The size of q, of the result and of a full sequence for each tile in bytes."""
+        rows = self.m * self.heads + self.tiles * self.kv_heads * self.capacity
         return 2 * rows * self.head_dim * ITEMSIZE[self.dtype]
 
     def defines(self) -> dict[str, int | str]:
         """Return the compile-time constants (name, value) of both kernels."""
-        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim, "PAGED": int(self.tiles > 0)}
+        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of both kernels; the buffers are q, k, v, those of `cache_buffers` and out."""
-        sizes = int32s(self.steps, self.heads, self.kv_heads, self.capacity)
-        scalars = (*sizes, np.int64(self.sequence_stride), np.float32(self.head_dim**-0.5))
-        return ("q", "k", "v", *cache_buffers(self.tiles > 0), "out", *scalars)
+        """Return the arguments of both kernels; the buffers are q, k, v, `CACHE_BUFFERS` and out."""
+        sizes = int32s(self.heads, self.kv_heads, self.capacity)
+        scalars = (*sizes, np.int64(self.block_stride), np.float32(self.head_dim**-0.5))
+        return ("q", "k", "v", *CACHE_BUFFERS, "out", *scalars)
 
 
 class AttentionSm80(SoleConfigFamily[Attention]):
@@ -97,9 +92,7 @@ class AttentionSm80(SoleConfigFamily[Attention]):
 
     def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Attention.arguments`."""
-        grid = (ceil_div(problem.steps, PREFILL_TILE), problem.heads, problem.m // problem.steps)
-        if problem.tiles:
-            grid = (problem.tiles, problem.heads, 1)
+        grid = (problem.tiles, problem.heads, 1)
         stages, tensors, padded_row_bytes = 2, 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
         shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
         arguments = problem.arguments()

@@ -18,6 +18,9 @@ SIMT_FACTOR = 4.0
 COMMON_HEADS = ((64, False, (1, 3, 4, 8)), (128, False, (1, 3, 4, 8)), (128, True, (2, 4, 8)))
 """Common values of head_dim, of whether heads are normalized (Qwen3), and of the query heads per KV head."""
 
+CACHE_BUFFERS = ("lengths", "slots", "work", "table")
+"""The names of the buffers that say where the rows of a launch are in the KV cache."""
+
 
 def plan_launch(
     device: Device,
@@ -35,11 +38,6 @@ def plan_launch(
     constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
     kernel = Kernel(f"decoder/{source or entry}.cu", entry, constants, device.target)
     return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, shared_bytes, dependent=dependent)
-
-
-def cache_buffers(is_paged: bool) -> tuple[str, ...]:
-    """Return the names of the buffers that say where the rows of a launch are in the KV cache."""
-    return ("lengths", "slots", "work", "table") if is_paged else ("lengths",)
 
 
 def int32s(*values: int) -> tuple[Argument, ...]:

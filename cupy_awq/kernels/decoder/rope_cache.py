@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.decoder.common import COMMON_HEADS, cache_buffers, int32s, plan_launch
+from cupy_awq.kernels.decoder.common import CACHE_BUFFERS, COMMON_HEADS, int32s, plan_launch
 from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
 from cupy_awq.kernels.family import FunctionFamily, MemoryBoundProblem, SoleConfig, sole_configs, traffic_us
 from cupy_awq.kernels.tiling import ceil_div
@@ -22,29 +22,25 @@ class RopeCaching(MemoryBoundProblem):
     """A rotation of q and k by RoPE, and a copy of k and v to the KV cache.
 
     Attributes:
-        m, steps, heads, kv_heads, head_dim, capacity, sequence_stride, dtype: as in `Attention`, for qkv instead of q.
+        m, heads, kv_heads, head_dim, capacity, block_stride, dtype: as in `Attention`, for qkv instead of q.
         eps: epsilon of the RMSNorm of heads.
         norm: whether RMSNorm is applied to each head of q and k first.
-        paged: as in `Attention`, with ``steps`` = 1: each row has a position and a sequence of its own.
     """
 
     m: int
-    steps: int
     heads: int
     kv_heads: int
     head_dim: int
     capacity: int
-    sequence_stride: int
+    block_stride: int
     dtype: str
     eps: float
     norm: bool
-    paged: bool = False
 
     COMMON = tuple(
-        (1, 1, 4, 4, head_dim, 32, 8, dtype, 1e-6, norm, is_paged)
+        (1, 4, 4, head_dim, 32, 8, dtype, 1e-6, norm)
         for dtype in ("float16", "bfloat16")
         for head_dim, norm, _ in COMMON_HEADS
-        for is_paged in (False, True)
     )
 
     def __str__(self) -> str:
@@ -60,17 +56,16 @@ class RopeCaching(MemoryBoundProblem):
 
 
 def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, those of `cache_buffers`, q, k, v."""
+    """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, `CACHE_BUFFERS`, q, k and v."""
     defines: dict[str, int | str] = {
         "X": TYPES[problem.dtype],
         "HEAD_DIM": problem.head_dim,
         "QK_NORM": int(problem.norm),
-        "PAGED": int(problem.paged),
     }
     threads = 128
-    sizes = int32s(problem.m, problem.steps, problem.heads, problem.kv_heads, problem.capacity)
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", *cache_buffers(problem.paged), "q", "k", "v")
-    arguments = (*buffers, *sizes, np.int64(problem.sequence_stride), np.float32(problem.eps))
+    sizes = int32s(problem.m, problem.heads, problem.kv_heads, problem.capacity)
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", *CACHE_BUFFERS, "q", "k", "v")
+    arguments = (*buffers, *sizes, np.int64(problem.block_stride), np.float32(problem.eps))
     ctas = ceil_div(problem.m * (problem.heads + 2 * problem.kv_heads), threads // 32)
     return plan_launch(device, NAME, defines, (ctas, 1, 1), threads, arguments)
 

@@ -16,9 +16,10 @@ from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.llm.calibrate.dense_weights import DenseWeights, build_operations, read_weights
 from cupy_awq.llm.calibrate.layer_tuning import STEPS, tune_layer
+from cupy_awq.llm.decoder.block_pool import DUMMY, count_blocks
 from cupy_awq.llm.decoder.forward import Operation
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.decoder.states import Pages
 from cupy_awq.llm.families.description import Experts, LayerSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, ModelFiles
 from cupy_awq.packing import namespace, to_host
@@ -121,15 +122,16 @@ def quantize_layers(
         on_step("read")
         weights = read_weights(files, layer, xp)
         ops = NumpyOps(dataclasses.replace(decoder, layers=(layer,)), expand_weights=True, xp=xp)
-        cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
+        longest = max(h.shape[1] for h in hidden)
+        pages = ops.make_pages(longest, longest)
         if (earlier := next(done, None)) is not None:
             on_step("run")
-            _advance(ops, weights, hidden, cache, {})
-            _advance(ops, _restore(earlier, weights.router, xp), tuned, cache, {})
+            _advance(ops, weights, hidden, pages, {})
+            _advance(ops, _restore(earlier, weights.router, xp), tuned, pages, {})
             continue
         sites = _list_quantized(layer, ignore)
         try:
-            result = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
+            result = _quantize_layer(ops, index, weights, hidden, tuned, pages, recipe, sites, on_step, scales=scales)
         except ValueError as error:  # add the layer to the message of MomentSum.add
             raise ValueError(f"{files.path}: {layer.name}: {error}") from None
         del weights  # so that the memory never holds two layers in float32
@@ -142,7 +144,7 @@ def _quantize_layer(
     weights: DenseWeights,
     hidden: list[Array],
     tuned: list[Array],
-    cache: Cache,
+    pages: Pages,
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
     on_step: Callable[[str], None],
@@ -157,7 +159,7 @@ def _quantize_layer(
     (layer,) = ops.config.layers
     checked = hidden[:CHECKED_SEQUENCES]
     on_step("calibrate")
-    moments, few_tokens = _calibrate(ops, weights, hidden, cache)
+    moments, few_tokens = _calibrate(ops, weights, hidden, pages)
     folded, folded_moments, found = weights, moments, _Scales({}, {})
     if scales:
         on_step("search scales")
@@ -169,12 +171,12 @@ def _quantize_layer(
     if tuned:
         if not isinstance(layer.feed_forward, Experts):
             on_step("tune")
-            quantized = tune_layer(layer, folded.linears, folded.norms, quantized, tuned, hidden, cache)
-        _advance(ops, _dequantize(folded, quantized, dtype), tuned, cache, {})
+            quantized = tune_layer(layer, folded.linears, folded.norms, quantized, tuned, hidden, pages)
+        _advance(ops, _dequantize(folded, quantized, dtype), tuned, pages, {})
     nearest = _quantize(weights, {}, recipe, sites)
     on_step("compare errors")
     moved = [
-        _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
+        _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, pages)
         for dense, rows in ((folded, quantized), (weights, nearest))
     ]
     return QuantizedLayer(
@@ -189,16 +191,16 @@ def _quantize_layer(
 
 
 def _advance(
-    ops: NumpyOps, weights: DenseWeights, hidden: list[Array], cache: Cache, sums: Mapping[str, MomentSum]
+    ops: NumpyOps, weights: DenseWeights, hidden: list[Array], pages: Pages, sums: Mapping[str, MomentSum]
 ) -> None:
     """Replace each sequence's hidden states by the layer's output; add the inputs of linear layers to ``sums``."""
     operations = build_operations(ops, weights, sums)
     for i, h in enumerate(hidden):
-        hidden[i] = _run(ops, operations, h, cache)
+        hidden[i] = _run(ops, operations, h, pages)
 
 
 def _calibrate(
-    ops: NumpyOps, weights: DenseWeights, hidden: list[Array], cache: Cache
+    ops: NumpyOps, weights: DenseWeights, hidden: list[Array], pages: Pages
 ) -> tuple[dict[str, Moments], dict[str, int]]:
     """Replace each sequence's hidden states by the layer's output.
 
@@ -207,7 +209,7 @@ def _calibrate(
     """
     (layer,) = ops.config.layers
     sums = {site.name: MomentSum() for site in layer.sites}
-    _advance(ops, weights, hidden, cache, sums)
+    _advance(ops, weights, hidden, pages, sums)
     has_experts = isinstance(layer.feed_forward, Experts)
     few = {site: sums[site.name].tokens for site in layer.sites if has_experts and sums[site.name].tokens < FEW_TOKENS}
     moments = {site.name: sums[site.name].mean() for site in layer.sites if site not in few}
@@ -215,13 +217,13 @@ def _calibrate(
 
 
 def _output_error(
-    ops: NumpyOps, weights: DenseWeights, inputs: Sequence[Array], outputs: Sequence[Array], cache: Cache
+    ops: NumpyOps, weights: DenseWeights, inputs: Sequence[Array], outputs: Sequence[Array], pages: Pages
 ) -> float:
     """Return |f_q(h) - y| / |y - h| of the layer f_q with these weights, for the inputs h and original outputs y."""
     operations = build_operations(ops, weights, {})
     moved = total = 0.0
     for h, y in zip(inputs, outputs, strict=False):
-        moved += _sum_squares(_run(ops, operations, h, cache) - y)
+        moved += _sum_squares(_run(ops, operations, h, pages) - y)
         total += _sum_squares(y - h)
     return float((moved / max(total, 1e-300)) ** 0.5)
 
@@ -232,10 +234,11 @@ def _sum_squares(a: Array) -> float:
     return float(to_host(columns).sum())  # CuPy takes seconds to compile a sum over all axes
 
 
-def _run(ops: NumpyOps, operations: Sequence[Operation], h: Array, cache: Cache) -> Array:
+def _run(ops: NumpyOps, operations: Sequence[Operation], h: Array, pages: Pages) -> Array:
     """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
-    cache.lengths[:] = 0
-    return ops.run(operations, h.copy(), cache)[0]
+    tokens = h.shape[1]
+    rows = pages.make_rows([(0, tokens, range(DUMMY + 1, DUMMY + 1 + count_blocks(tokens)))])
+    return ops.run(operations, h.copy(), rows)[0]
 
 
 class _Scales(NamedTuple):

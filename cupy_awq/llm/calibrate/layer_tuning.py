@@ -13,7 +13,7 @@ import numpy as np
 
 from cupy_awq.check import Array
 from cupy_awq.llm.decoder.numpy_backend import rotate
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.decoder.states import Pages
 from cupy_awq.llm.families.description import Attention, LayerSpec, LinearSpec, Mlp, NormSpec
 from cupy_awq.llm.families.rope import Rope
 from cupy_awq.packing import namespace
@@ -41,7 +41,7 @@ def tune_layer(
     quantized: Mapping[str, QuantizedRows],
     inputs: Sequence[Array],
     outputs: Sequence[Array],
-    cache: Cache,
+    pages: Pages,
 ) -> dict[str, QuantizedRows]:
     """Tune the scales and codes of a decoder layer by Adam and return its quantized weights.
 
@@ -55,13 +55,13 @@ def tune_layer(
         quantized: the quantized weights that replace those of ``linears``, by name; they are not modified.
         inputs: the inputs h of the quantized layer f_q for each sequence, float32 [1, S, hidden].
         outputs: the outputs y of the original layer, float32 [1, S, hidden].
-        cache: a cache with the rotations of at least S positions.
+        pages: pages with the rotations of at least S positions.
     """
     if not quantized:
         return {}
     xp = namespace(inputs[0])
     tuned = {name: _TunedLinear(linears[name][0], rows) for name, rows in quantized.items()}
-    layer = _Layer(spec, linears, norms, tuned, cache)
+    layer = _Layer(spec, linears, norms, tuned, pages)
     for step in range(STEPS):
         h, y = inputs[step % len(inputs)][0], outputs[step % len(inputs)][0]
         difference, backward = layer.run(h)
@@ -158,7 +158,7 @@ class _Layer:
         linears: (weight float32 [N, K], bias [N] or None) of all linear layers, by name.
         norms: the RMSNorm weights, by name.
         tuned: the weights that replace those of ``linears``, by name; the backward pass sets their gradients.
-        cache: a cache, for its rotations.
+        pages: pages, for their rotations.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class _Layer:
         linears: Mapping[str, tuple[Array, Array | None]],
         norms: Mapping[str, Array],
         tuned: Mapping[str, _TunedLinear],
-        cache: Cache,
+        pages: Pages,
     ) -> None:
-        self._spec, self._linears, self._norms, self._tuned, self._cache = spec, linears, norms, tuned, cache
+        self._spec, self._linears, self._norms, self._tuned, self._pages = spec, linears, norms, tuned, pages
 
     def run(self, h: Array) -> tuple[Array, Backward]:
         """Run the layer on the hidden states h [S, hidden].
@@ -264,7 +264,7 @@ class _Layer:
         return normed * weight, backward
 
     def _rotate(self, rope: Rope, x: Array) -> tuple[Array, Backward]:
-        cos, sin = (table[: x.shape[1]] for table in self._cache.rotations[rope])
+        cos, sin = (table[: x.shape[1]] for table in self._pages.rotations[rope])
         return rotate(x, cos, sin), lambda dy: rotate(dy, cos, -sin)
 
 

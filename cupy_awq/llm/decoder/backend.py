@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of the decoder's back ends: `DecoderOps`, which `build_model` and `Model` call.
 
-In shapes, B is the number of sequences in the batch, S the number of new tokens per sequence and V the vocabulary size.
+In shapes, M is the number of new tokens of all sequences of a batch, and V the vocabulary size.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cupy_awq.check import Array
 from cupy_awq.llm.decoder.forward import ColumnOrder, HostOrder, Operation, Projection
 from cupy_awq.llm.decoder.sampling import Sampling
-from cupy_awq.llm.decoder.states import Cache, Pages
+from cupy_awq.llm.decoder.states import Pages
 from cupy_awq.llm.families.description import Experts
 from cupy_awq.llm.files.model_files import Linear
 
@@ -28,36 +28,14 @@ OPTIONS = frozenset(
 """The blocks and optional fields of a `Decoder`, as `Decoder.options` names them, that both back ends support."""
 
 Forward = Callable[[Array, Any], Array]
-"""The forward pass: a function from new tokens [B, S] and a batch to x [B, S, hidden], after the last operation.
+"""The forward pass: a function from new tokens [1, M] and a batch to x [1, M, hidden], after the last operation.
 
-The batch is a `Cache`, or with the pages of `DecoderOps.make_pages`, `PagedRows`. The function appends to the states;
-the caller then adds S to `Cache.lengths`.
+The batch says which sequences have the tokens, and where the past ones are: a `PagedRows` or, on a GPU, a `CudaRows`.
+The function appends to their states.
 """
 
 MlpWeights = tuple[Linear, Linear, Linear]
 """The gate, up and down projection of an MLP."""
-
-StepLogits = Callable[[Array], Array]
-"""The forward pass of a decode step: a function from integer tokens [B] to float32 logits [B, V]."""
-
-
-class DecodeLoop(Protocol):
-    """The autoregressive loop: each step generates the next token of every sequence of a cache."""
-
-    def start(self, sequence: int, logits: Array) -> int:
-        """Choose and return the first new token of ``sequence``, given the logits [V] of its last prompt token."""
-        ...
-
-    def step(self) -> list[int]:
-        """Run the newest token of every sequence through the model and return the next token of every sequence.
-
-        Raises ValueError if the logits contain NaN.
-        """
-        ...
-
-    def close(self) -> None:
-        """Wait for all work that uses the cache."""
-        ...
 
 
 class Tokens(Protocol):
@@ -66,6 +44,20 @@ class Tokens(Protocol):
     def wait(self) -> list[int]:
         """Wait for the tokens and return them; -1 is that of a row whose logits contain NaN."""
         ...
+
+
+class ChoiceOptions(NamedTuple):
+    """What the choice of the tokens of a step needs. By default, all rows are greedy.
+
+    Attributes:
+        samples: whether any row samples.
+        filters: whether any row has a top_k, top_p or min_p.
+        penalizes: whether any row has a repetition penalty.
+    """
+
+    samples: bool = False
+    filters: bool = False
+    penalizes: bool = False
 
 
 class Steps(Protocol):
@@ -79,8 +71,12 @@ class Steps(Protocol):
     stream: contextlib.AbstractContextManager[Any]
     """The context in which all methods must be called, and in which their results must be used."""
 
-    def assign(self, slot: int, sampling: Sampling, choice: int, blocks: Sequence[int]) -> None:
-        """Give a slot to a sequence: its sampling parameters, the index of the completion, and its blocks so far."""
+    def assign(self, slot: int, sampling: Sampling, choice: int, known: Sequence[int]) -> None:
+        """Give a slot to a sequence: its sampling parameters, the index of the completion, and its tokens so far."""
+        ...
+
+    def place(self, slot: int, blocks: Sequence[int]) -> None:
+        """Tell the blocks that the sequence of a slot has so far."""
         ...
 
     def prompt(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> Array:
@@ -91,21 +87,18 @@ class Steps(Protocol):
         """Launch the head; return the logits [len(rows), V] of some rows of hidden states [M, H]."""
         ...
 
-    def choose(self, logits: Array, rows: Sequence[tuple[int, int]], *, samples: bool, filters: bool) -> Tokens:
-        """Launch the choice of the token after each row (slot, position) from its logits [rows, V].
-
-        Without ``samples``, all rows are greedy; without ``filters``, none has a top_k, top_p or min_p.
-        """
+    def choose(self, logits: Array, rows: Sequence[tuple[int, int]], options: ChoiceOptions) -> Tokens:
+        """Launch the choice of the token after each row (slot, position) from its logits [rows, V]."""
         ...
 
     def decode(
-        self, rows: Sequence[tuple[int, ...]], *, samples: bool, filters: bool, has_drafts: bool = False
+        self, rows: Sequence[tuple[int, ...]], options: ChoiceOptions, *, has_drafts: bool = False
     ) -> tuple[Array, Tokens]:
         """Launch a decode step; return the logits, at least [rows, V], until the next launch, and the next tokens.
 
         A row is (slot, position, block before that of the position, block of the position, token id); -1 as the token
         is the one that the last launched step has chosen for the slot. With ``has_drafts``, several rows may have a
-        slot, at consecutive positions.
+        slot, at consecutive positions; no row then has a repetition penalty.
         """
         ...
 
@@ -132,7 +125,7 @@ class DecoderOps(Protocol):
     prefill_chunk: int
     """The largest number of prompt tokens per forward pass."""
     has_pages: bool = False
-    """Whether attention can read pages, so that `make_pages` is implemented and `make_decode_loop` is not needed."""
+    """Whether `make_pages` is implemented; else `make_steps` is."""
 
     def prepare_tensor(self, a: npt.NDArray[Any]) -> Array:
         """Copy an RMSNorm weight [size] or an embedding table [V, hidden] to the device and convert its dtype."""
@@ -190,30 +183,31 @@ class DecoderOps(Protocol):
         """
         ...
 
-    def make_cache(self, sequences: int, capacity: int) -> Cache:
-        """Allocate a cache of ``sequences`` x ``capacity`` tokens. Raises ValueError if memory is insufficient."""
-        ...
-
     def make_pages(self, tokens: int | None, positions: int) -> Pages:
         """Allocate pages for ``tokens`` tokens in all, by default those that fit, of sequences of ``positions`` tokens.
 
         Raises ValueError if memory is insufficient.
         """
-        raise ValueError("device: expected one whose attention reads pages, got another")
+        raise ValueError("device: expected one with pages in host memory, got another")
 
     def make_steps(
-        self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None, draft_rows: int
+        self,
+        forward: Forward,
+        head: Projection,
+        rows: int,
+        positions: int,
+        tokens: int | None,
+        draft_rows: int = 0,
+        *,
+        prepares: bool = False,
     ) -> Steps:
-        """Allocate a paged cache for the steps of up to ``rows`` sequences of ``positions`` tokens, and prepare them.
+        """Allocate a paged cache for the steps of up to ``rows`` sequences of ``positions`` tokens.
 
         The cache holds ``tokens`` tokens, by default those that fit. Decode steps with drafts have up to ``draft_rows``
-        rows, 0 for none. Raises ValueError if memory is insufficient.
+        rows, 0 for none. With ``prepares``, no later step compiles, loads or captures anything. Raises ValueError if
+        memory is insufficient.
         """
         raise ValueError("device: expected one whose steps are launched ahead, got another")
-
-    def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
-        """Return a decode loop over ``cache``. Call `start` once per sequence, `step` for each token, then `close`."""
-        ...
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
         """Return float32 logits as a NumPy array."""

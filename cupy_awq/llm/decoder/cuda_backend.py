@@ -23,15 +23,13 @@ from cupy_awq.kernels.gemm.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.gemm.problem import Fusion
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.decoder import cuda_experts, cuda_steps, states, upload
-from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, StepLogits
+from cupy_awq.llm.decoder import cuda_experts, cuda_steps, upload
+from cupy_awq.llm.decoder.backend import OPTIONS, DecoderOps, Forward
 from cupy_awq.llm.decoder.block_pool import BLOCK
-from cupy_awq.llm.decoder.cuda_steps import CudaRows, CudaSteps
-from cupy_awq.llm.decoder.decode_loop import CudaDecodeLoop
+from cupy_awq.llm.decoder.cuda_steps import CudaSteps
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, Operation, Projection
 from cupy_awq.llm.decoder.fused_operations import AddAndNorm, NormAndProject, fuse, next_part
-from cupy_awq.llm.decoder.sampling import Sampling
-from cupy_awq.llm.decoder.states import Cache
+from cupy_awq.llm.decoder.step_graphs import CudaRows
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Module, Linear
 from cupy_awq.ops.gather_columns import gather_columns
@@ -178,35 +176,32 @@ class CudaOps(DecoderOps):
         linear = upload.awq_linear(upload.to_gpu(part), self._batch_invariant)
         return lambda x: linear(x).astype(np.float32, copy=False)
 
-    def make_cache(self, sequences: int, capacity: int) -> Cache:
-        import cupy
-
-        most = MAX_COUNTERS // max(layer.mixer.heads for layer in self.config.layers)
-        if sequences > most:
-            raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
-        layers, dtype = self.config.layers, self.dtype
-        return states.allocate(layers, sequences, capacity, dtype, cupy, self._free_bytes(), whole_heads=True)
-
     def make_steps(
-        self, forward: Forward, head: Projection, rows: int, positions: int, tokens: int | None, draft_rows: int
+        self,
+        forward: Forward,
+        head: Projection,
+        rows: int,
+        positions: int,
+        tokens: int | None,
+        draft_rows: int = 0,
+        *,
+        prepares: bool = False,
     ) -> CudaSteps:
         blocks = cuda_steps.choose_blocks(self, rows, positions, tokens, self._free_bytes())
-        return CudaSteps(self, forward, head, rows, positions, blocks, draft_rows, self._batch_invariant)
-
-    def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
-        return CudaDecodeLoop(self, step_logits, cache, sampling)
+        sizes = rows, positions, blocks, draft_rows
+        return CudaSteps(self, forward, head, *sizes, prepares, self._batch_invariant)
 
     def make_forward(self, table: Array, operations: Sequence[Operation]) -> Forward:
         fused = fuse(operations, self._positions)
 
-        def forward(tokens: Array, cache: Cache) -> Array:
+        def forward(tokens: Array, rows: CudaRows) -> Array:
             stream = self.embed(table, tokens)
             x: Array = None
             for operation in fused:
                 if isinstance(operation, NormAndProject):
                     stream, x = self.norm_and_project(stream, operation)
                 elif isinstance(operation, Attend):
-                    x = self.attend(operation, x, cache)
+                    x = self.attend(operation, x, rows)
                 elif isinstance(operation, AddAndNorm):
                     stream = self.add_and_norm(stream, x, operation)
                 elif isinstance(operation, Norm):
@@ -278,41 +273,31 @@ class CudaOps(DecoderOps):
         self.run(plan, h=h, delta=delta, weight=norm.weight, x=x, inverse_rms=inverse_rms)
         return ResidualStream(h, inverse_rms=inverse_rms), x
 
-    def attend(self, attend: Attend, qkv: Array, cache: Cache | CudaRows) -> Array:
+    def attend(self, attend: Attend, qkv: Array, rows: CudaRows) -> Array:
         """Execute an `Attend`. A decode step without drafts launches one kernel, others two."""
-        spec, state, dtype = attend.spec, cache.layers[attend.layer], self.dtype.name
-        b, s, _ = qkv.shape
+        spec, state, dtype, m = attend.spec, rows.layers[attend.layer], self.dtype.name, qkv.shape[1]
         q_norm, k_norm, order = attend.q_norm, attend.k_norm, attend.order
         has_norm, eps = q_norm is not None, 0.0 if q_norm is None else q_norm.eps
-        out = self._empty((b, s, spec.q_width))
-        cos, sin = cache.rotations[spec.rope]
-        cached = {"lengths": cache.lengths, "k": state.k, "v": state.v}
-        splits, tiles, tokens, has_drafts = 0, 0, cache.capacity, False
-        is_paged = isinstance(cache, CudaRows)
-        if isinstance(cache, CudaRows):
-            b, s, splits, tiles, tokens = b * s, 1, cache.splits, cache.tiles, BLOCK
-            has_drafts = cache.has_drafts
-            cached |= {"table": cache.table, "slots": cache.slots, "work": cache.work}
-        sizes = spec.heads, spec.kv_heads, spec.head_dim, cache.capacity, spec.kv_width * tokens
+        out = self._empty((1, m, spec.q_width))
+        sizes = m, spec.heads, spec.kv_heads, spec.head_dim, rows.capacity, spec.kv_width * BLOCK, dtype
+        cached = {"lengths": rows.lengths, "slots": rows.slots, "work": rows.work, "table": rows.table}
+        cached |= {"k": state.k, "v": state.v}
         norms = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
-        new = {"qkv": qkv, **dict(zip(("q_norm", "k_norm"), norms, strict=True)), "cos": cos, "sin": sin}
-        is_decode = splits or (s == 1 and not tiles and not self._batch_invariant)
-        if has_drafts or not is_decode:
-            q = self._empty((b, s, spec.q_width))
-            plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, eps, norm=has_norm, paged=is_paged)
-            self.run(plan, **cached, **new, q=q)
-        if is_decode:
-            options: dict[str, Any] = {"norm": has_norm, "orders_out": order is not None, "splits": splits}
-            options["appended"] = has_drafts
-            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, eps, **options)
-            partials, _ = attention_workspace(plan, b, spec.heads, spec.head_dim)
-            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
-            positions = None if order is None else order.positions
-            self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
-            return out
-        plan = kernels.plan_attention(self.device, b * s, s, *sizes, dtype, tiles)
-        self.run(plan, **cached, q=q, out=out)
-        return out if order is None else gather_columns(out, order.order)
+        new = dict(zip(("q_norm", "k_norm", "cos", "sin"), (*norms, *rows.rotations[spec.rope]), strict=True))
+        new["qkv"] = qkv
+        if rows.has_drafts or not rows.splits:
+            q = self._empty((1, m, spec.q_width))
+            self.run(kernels.plan_rope_cache(self.device, *sizes, eps, norm=has_norm), **cached, **new, q=q)
+        if not rows.splits:
+            self.run(kernels.plan_attention(self.device, *sizes, rows.tiles), **cached, q=q, out=out)
+            return out if order is None else gather_columns(out, order.order)
+        options: dict[str, Any] = {"norm": has_norm, "orders_out": order is not None, "appended": rows.has_drafts}
+        plan = kernels.plan_decode_attention(self.device, *sizes, eps, splits=rows.splits, **options)
+        partials, _ = attention_workspace(plan, m, spec.heads, spec.head_dim)
+        scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
+        positions = None if order is None else order.positions
+        self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
+        return out
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
         host: npt.NDArray[np.float32] = a.get()

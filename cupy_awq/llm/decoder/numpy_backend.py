@@ -17,11 +17,10 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.expert_check import TopK
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.decoder import states
-from cupy_awq.llm.decoder.backend import OPTIONS, DecodeLoop, DecoderOps, Forward, MlpWeights, StepLogits
+from cupy_awq.llm.decoder.backend import OPTIONS, DecoderOps, Forward, MlpWeights
 from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, Operation, Project, Projection
-from cupy_awq.llm.decoder.sampling import Sampling, choose_token
-from cupy_awq.llm.decoder.states import Cache, LayerState, Pages, Past, Run
+from cupy_awq.llm.decoder.states import KvState, PagedRows, Pages, Run
 from cupy_awq.llm.families.description import Decoder, Experts
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Module, Linear
 from cupy_awq.packing import namespace, to_host
@@ -110,30 +109,23 @@ class NumpyOps(DecoderOps):
     def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
 
-    def make_cache(self, sequences: int, capacity: int) -> Cache:
-        layers, free_bytes = self.config.layers, _memory_bytes() // 2
-        return states.allocate(layers, sequences, capacity, np.float32, self.xp, free_bytes)
-
     def make_pages(self, tokens: int | None, positions: int) -> Pages:
         layers, total_bytes = self.config.layers, _memory_bytes()
-        block_bytes = states.count_bytes(layers, 1, BLOCK, 4)
+        block_bytes = states.count_bytes(layers, BLOCK, 4)
         blocks = total_bytes // 8 // block_bytes if tokens is None else count_blocks(tokens)
-        states.check_size(blocks * block_bytes, total_bytes // 2, f"{blocks * BLOCK}")
+        states.check_size(blocks * block_bytes, total_bytes // 2, blocks * BLOCK)
         return states.allocate_pages(layers, blocks, positions, np.float32, self.xp)
 
-    def make_decode_loop(self, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> DecodeLoop:
-        return NumpyDecodeLoop(self.config.vocab, step_logits, cache, sampling)
-
     def make_forward(self, table: Array, operations: Sequence[Operation]) -> Forward:
-        return lambda tokens, cache: self.run(operations, self.embed(table, tokens), cache)[1]
+        return lambda tokens, rows: self.run(operations, self.embed(table, tokens), rows)[1]
 
     def embed(self, table: Array, tokens: Array) -> Array:
         """Return the rows of the embedding table [V, hidden] for tokens [B, S] in float32."""
         rows: Array = self.xp.asarray(table[tokens].astype(np.float32))
         return rows
 
-    def run(self, operations: Iterable[Operation], h: Array, cache: Past) -> tuple[Array, Array]:
-        """Execute operations on the residual stream h, float32 [B, S, hidden], in place; return h and the last x."""
+    def run(self, operations: Iterable[Operation], h: Array, rows: PagedRows) -> tuple[Array, Array]:
+        """Execute operations on the residual stream h, float32 [1, M, hidden], in place; return h and the last x."""
         x = h
         for operation in operations:
             if isinstance(operation, Norm):
@@ -141,38 +133,35 @@ class NumpyOps(DecoderOps):
             elif isinstance(operation, Project):
                 x = operation.projection(x)
             elif isinstance(operation, Attend):
-                x = self._attend(operation, x, cache)
+                x = self._attend(operation, x, rows)
             else:
                 np.add(h, operation.projection(x), out=h)
         return h, x
 
-    def _attend(self, attend: Attend, qkv: Array, cache: Past) -> Array:
-        """Return x [B, S, q_width] of an `Attend`, for the queries, keys and values of each token."""
-        spec, state = attend.spec, cache.layers[attend.layer]
-        b, s, _ = qkv.shape
-        heads = qkv.reshape(b, s, spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=2)
+    def _attend(self, attend: Attend, qkv: Array, rows: PagedRows) -> Array:
+        """Return x [1, M, q_width] of an `Attend`, for the queries, keys and values of each token."""
+        spec, state = attend.spec, rows.layers[attend.layer]
+        heads = qkv.reshape(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
         if attend.q_norm is not None:
             q = _rms_norm(q, attend.q_norm)
         if attend.k_norm is not None:
             k = _rms_norm(k, attend.k_norm)
-        positions = cache.positions(self.xp.arange(s))
-        cos, sin = (table[positions][:, :, None] for table in cache.rotations[spec.rope])
-        q, k, v = (a.reshape(b * s, *a.shape[2:]) for a in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        out: Array = self.xp.empty((b * s, spec.heads * spec.head_dim), np.float32)
-        for run in cache.runs(s):
+        cos, sin = (table[rows.positions][:, None] for table in rows.rotations[spec.rope])
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out: Array = self.xp.empty((1, len(q), spec.q_width), np.float32)
+        for run in rows.runs:
             state.append(run, k[run.rows], v[run.rows])
-            self._attend_run(run, q[run.rows], state, out[run.rows])
-        out = out.reshape(b, s, -1)
+            self._attend_run(run, q[run.rows], state, out[0, run.rows])
         return out if attend.order is None else out[..., attend.order.order]
 
     def to_numpy(self, a: Array) -> Array:
         return a
 
-    def _attend_run(self, run: Run, q: Array, state: LayerState, out: Array) -> None:
+    def _attend_run(self, run: Run, q: Array, state: KvState, out: Array) -> None:
         """Write the causal attention of the queries [S, heads, head_dim] of a run, after RoPE, to [S, q_width]."""
         step = 1 if self._batch_invariant else len(q)
-        keys, values = state.read(run, run.start + len(q))
+        keys, values = state.read(run)
         for first in range(0, len(q), step):
             known = slice(run.start + first + step)
             out[first : first + step] = self._mix_values(q[first : first + step], keys[:, known], values[:, known])
@@ -228,37 +217,6 @@ class NumpyOps(DecoderOps):
             return np.concatenate([linear(x) for linear in linears], axis=-1)
 
         return project
-
-
-class NumpyDecodeLoop(DecodeLoop):
-    """The decode loop on the CPU. It is synchronous: all work is complete when `step` returns."""
-
-    def __init__(self, vocab: int, step_logits: StepLogits, cache: Cache, sampling: Sampling) -> None:
-        sequences = len(cache.tokens)
-        self._step_logits, self._cache, self._sampling = step_logits, cache, sampling
-        self._seen = np.zeros((sequences, vocab), bool)
-        self._next = np.zeros(sequences, np.int64)
-
-    def start(self, sequence: int, logits: Array) -> int:
-        self._seen[sequence, self._cache.tokens[sequence]] = True
-        return self._choose(sequence, logits)
-
-    def step(self) -> list[int]:
-        logits = self._step_logits(self._next)
-        for known, token in zip(self._cache.tokens, self._next.tolist(), strict=True):
-            known.append(token)
-        self._cache.lengths[:] += 1
-        return [self._choose(sequence, logits[sequence]) for sequence in range(len(logits))]
-
-    def close(self) -> None:
-        pass
-
-    def _choose(self, sequence: int, logits: Array) -> int:
-        seen, position = self._seen[sequence], int(self._cache.lengths[sequence])
-        token = choose_token(logits, self._sampling, seen=seen, sequence=sequence, position=position)
-        seen[token] = True
-        self._next[sequence] = token
-        return token
 
 
 def mix_experts(

@@ -124,7 +124,7 @@ class Core:
         stop_ids = self._model.stop_ids | {special[text] for text in request.stop if text in special}
         vocab = self._model.config.vocab
         for sequence in sequences:
-            if not self._runner.is_paged or request.prompt_logprobs is not None:
+            if request.prompt_logprobs is not None:
                 self._begun += 1
                 sequence.table.salt = f"\0{self._begun}"  # so no other sequence has its prefixes
             stream = tokenizer.stream(sequence.request.prompt if request.continues else ())
@@ -146,10 +146,9 @@ class Core:
                     self._ahead = None
                     self._runner.wait()
 
-    def step(self) -> tuple[Step, list[tuple[Sequence, Delta]]]:
-        """Run the next step; return it and the result of `run`."""
-        step = self.scheduler.next_step(time.monotonic()) or Step((), False)
-        return step, self.run(step)
+    def step(self) -> list[tuple[Sequence, Delta]]:
+        """Run the next step, if there is one, and return the result of `run`."""
+        return self.run(self.scheduler.next_step(time.monotonic()))
 
     @property
     def is_ahead(self) -> bool:

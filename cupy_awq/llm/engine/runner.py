@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -13,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.llm.decoder.backend import DecodeLoop, Tokens
-from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
+from cupy_awq.llm.decoder.backend import ChoiceOptions, Tokens
+from cupy_awq.llm.decoder.block_pool import BLOCK
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS
-from cupy_awq.llm.decoder.states import Cache
 from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.request import Request, TokenChoice
 from cupy_awq.llm.engine.row_sampler import RowSampler, with_logprobs
@@ -61,13 +59,11 @@ class Runner(Protocol):
         blocks: the number of blocks for sequences.
         max_tokens: the largest number of tokens of a sequence.
         max_chunk: the largest number of prompt tokens per step.
-        is_paged: whether sequences can share blocks and give them up.
     """
 
     blocks: int
     max_tokens: int
     max_chunk: int
-    is_paged: bool
 
     def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         """Start a step."""
@@ -94,14 +90,15 @@ def make_runner(
         rows: the largest number of sequences.
         context: the largest number of tokens of a sequence.
         cache_tokens: the number of tokens of all sequences, or None for those that fit.
-        is_batch: True for sequences that begin together with equal sampling parameters, ``context`` tokens each.
+        is_batch: True for a single batch instead of a server. The cache then holds ``rows`` sequences of ``context``
+            tokens and a block for each, no more, and a GPU prepares a step only when it comes.
         has_drafts: whether steps can have drafts.
     """
-    if model.ops.has_pages:
-        return PagedRunner(model, context, rows * (context + BLOCK) if is_batch else cache_tokens)
     if is_batch:
-        return LoopRunner(model, rows, context)
-    return DeviceRunner(model, rows, context, cache_tokens, has_drafts=has_drafts)
+        cache_tokens = rows * (context + BLOCK)
+    if model.ops.has_pages:
+        return PagedRunner(model, context, cache_tokens)
+    return DeviceRunner(model, rows, context, cache_tokens, has_drafts=has_drafts, prepares=not is_batch)
 
 
 class PagedRunner:
@@ -115,8 +112,6 @@ class PagedRunner:
         context: the largest number of tokens of a sequence.
         cache_tokens: the number of tokens of all sequences, or None for those that fit.
     """
-
-    is_paged = True
 
     def __init__(self, model: Model, context: int, cache_tokens: int | None) -> None:
         self._model, self._pages = model, model.ops.make_pages(cache_tokens, context)
@@ -137,7 +132,7 @@ class PagedRunner:
         hidden = self._model.forward(self._model.ops.prepare_tokens(tokens)[None], batch)[0]
         logits = self._model.ops.to_numpy(self._model.logits(hidden[rows])) if rows else np.empty(0, np.float32)
         outcomes = []
-        for part, run in zip(step.parts, batch.row_runs, strict=True):
+        for part, run in zip(step.parts, batch.runs, strict=True):
             count = 1 + len(part.drafts) if part.is_last else 0
             scored = _score(self._model, part, part.start, hidden[run.rows]) if step.is_prompt else []
             outcomes.append(_choose(part, logits[:count], samplers[part.sequence], scored))
@@ -156,15 +151,22 @@ class DeviceRunner:
 
     Args:
         model, rows, context, cache_tokens, has_drafts: as for `make_runner`.
+        prepares: as for `DecoderOps.make_steps`.
     """
 
-    is_paged = True
-
     def __init__(
-        self, model: Model, rows: int, context: int, cache_tokens: int | None, *, has_drafts: bool = False
+        self,
+        model: Model,
+        rows: int,
+        context: int,
+        cache_tokens: int | None,
+        *,
+        has_drafts: bool = False,
+        prepares: bool = True,
     ) -> None:
         sizes = rows, context, cache_tokens, scheduler.MAX_DRAFT_ROWS if has_drafts else 0
-        self._model, self._steps = model, model.ops.make_steps(model.forward, model.head, *sizes)
+        self._model, self._has_drafts = model, has_drafts
+        self._steps = model.ops.make_steps(model.forward, model.head, *sizes, prepares=prepares)
         self.blocks, self.max_chunk = self._steps.blocks, model.ops.prefill_chunk
         self.max_tokens = min(context, self.blocks * BLOCK)
         self._slots: dict[scheduler.Sequence, int] = {}
@@ -185,9 +187,9 @@ class DeviceRunner:
             sequence = part.sequence
             if step.is_prompt or sequence in self._landed:
                 if sequence not in self._slots:
-                    self._slots[sequence] = self._free.pop()
-                sampling = sequence.request.sampling
-                self._steps.assign(self._slots[sequence], sampling, sequence.choice, sequence.table.blocks)
+                    slot = self._slots[sequence] = self._free.pop()
+                    self._steps.assign(slot, sequence.request.sampling, sequence.choice, sequence.tokens)
+                self._steps.place(self._slots[sequence], sequence.table.blocks)
                 self._landed.discard(sequence)
 
     def wait(self) -> None:
@@ -202,7 +204,7 @@ class DeviceRunner:
         if last:
             logits = steps.last_logits(hidden, [row for _, row in last])
             rows = [(slots[part.sequence], part.start + part.size - 1) for part, _ in last]
-            tokens = steps.choose(logits, rows, **_options(step))
+            tokens = steps.choose(logits, rows, self._options(step))
         wait = steps.mark()
 
         def finish() -> list[Outcome]:
@@ -217,7 +219,7 @@ class DeviceRunner:
                 return outcomes
 
         requests = [part.sequence.request for part in step.parts]
-        return Launch(finish, not any(_needs_logits(r) or r.prompt_logprobs is not None for r in requests))
+        return Launch(finish, not any(self._needs_logits(r) or r.prompt_logprobs is not None for r in requests))
 
     def _decode(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         rows = []
@@ -228,14 +230,14 @@ class DeviceRunner:
                 at = position // BLOCK
                 rows.append((self._slots[part.sequence], position, blocks[max(at - 1, 0)], blocks[at], token))
         has_drafts = len(rows) > len(step.parts)
-        logits, chosen = self._steps.decode(rows, **_options(step), has_drafts=has_drafts)
+        logits, chosen = self._steps.decode(rows, self._options(step), has_drafts=has_drafts)
 
         def finish() -> list[Outcome]:
             with self._steps.stream:
                 outcomes = self._outcomes(step.parts, logits, chosen, samplers)
             return [outcomes[part.sequence] for part in step.parts]
 
-        return Launch(finish, not any(_needs_logits(part.sequence.request) for part in step.parts))
+        return Launch(finish, not any(self._needs_logits(part.sequence.request) for part in step.parts))
 
     def _outcomes(
         self, parts: Sequence[Part], logits: Array, chosen: Tokens, samplers: Mapping[scheduler.Sequence, RowSampler]
@@ -244,12 +246,27 @@ class DeviceRunner:
         outcomes, tokens, end = {}, chosen.wait(), 0
         for part in parts:
             rows = slice(end, end := end + 1 + len(part.drafts))
-            if _needs_logits(part.sequence.request):
+            if self._needs_logits(part.sequence.request):
                 logits_of = self._model.ops.to_numpy(logits[rows])
                 outcomes[part.sequence] = _choose(part, logits_of, samplers[part.sequence])
             else:
                 outcomes[part.sequence] = _accept(part, tokens[rows])
         return outcomes
+
+    def _needs_logits(self, request: Request) -> bool:
+        """Return whether the tokens of a request are chosen on the host."""
+        has_penalty = request.sampling.repetition_penalty != 1 and self._has_drafts
+        has_penalty |= bool(request.presence_penalty or request.frequency_penalty)
+        is_limited = request.logit_bias or request.min_tokens or request.make_constraint is not None
+        return bool(has_penalty or is_limited or request.logprobs is not None)
+
+    def _options(self, step: Step) -> ChoiceOptions:
+        """Return what the choice of the rows of a step needs that is made on the device."""
+        requests = [part.sequence.request for part in step.parts]
+        given = [request.sampling for request in requests if not self._needs_logits(request)]
+        sampled = [sampling for sampling in given if sampling.temperature > 0]
+        filters = any(s.top_k or s.top_p < 1 or s.min_p for s in sampled)
+        return ChoiceOptions(bool(sampled), filters, any(s.repetition_penalty != 1 for s in given))
 
 
 def _accept(part: Part, tokens: Sequence[int]) -> Outcome:
@@ -262,80 +279,6 @@ def _accept(part: Part, tokens: Sequence[int]) -> Outcome:
         if token != draft:
             break
     return Outcome(kept)
-
-
-def _needs_logits(request: Request) -> bool:
-    """Return whether the tokens of a request are chosen on the host."""
-    has_penalty = request.sampling.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty
-    is_limited = request.logit_bias or request.min_tokens or request.make_constraint is not None
-    return bool(has_penalty or is_limited or request.logprobs is not None)
-
-
-def _options(step: Step) -> dict[str, bool]:
-    """Return whether any row of a step is sampled, and whether any has filters."""
-    given = [part.sequence.request.sampling for part in step.parts if part.sequence.request.sampling.temperature > 0]
-    return {"samples": bool(given), "filters": any(s.top_k or s.top_p < 1 or s.min_p for s in given)}
-
-
-class LoopRunner:
-    """A runner on a GPU for sequences that begin together: the decode loop of the back end.
-
-    Each sequence has a sequence of a contiguous cache, whose index is that of its completion. Its tokens stay there
-    when it ends, and the next one at the same place skips those that it shares. All have equal sampling parameters.
-
-    Args:
-        model: the model.
-        rows: the number of sequences.
-        capacity: the largest number of tokens of a sequence.
-    """
-
-    is_paged = False
-    max_chunk = sys.maxsize  # so all prompts run in one step, before the loop decodes
-
-    def __init__(self, model: Model, rows: int, capacity: int) -> None:
-        self._model, self.max_tokens = model, capacity
-        self.blocks = rows * (1 + count_blocks(capacity))
-        self._cache = model.ops.make_cache(rows, capacity)
-        self._loop: DecodeLoop | None = None
-
-    def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
-        """Run a step; see `Runner.launch`. Raises ValueError if the logits contain NaN."""
-        cache = self._cache
-        if not step.is_prompt:
-            tokens = self._decode_loop(step).step()
-            found = [Outcome([TokenChoice(tokens[part.sequence.choice])]) for part in step.parts]
-            return Launch(lambda: found)
-        loop, outcomes = self._decode_loop(step), []
-        for part in step.parts:
-            sequence, row = part.sequence, part.sequence.choice
-            known = part.tokens if sequence.request.prompt_logprobs is None else part.tokens[:1]
-            sequence.cached = cache.reuse_prefix(row, known)
-            logits, scored = _prefill(self._model, cache, row, part, sequence.cached)
-            outcomes.append(Outcome([TokenChoice(loop.start(row, logits))], scored=scored))
-        return Launch(lambda: outcomes)
-
-    def wait(self) -> None:
-        """Wait for the step that the loop has launched ahead."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
-
-    def _decode_loop(self, step: Step) -> DecodeLoop:
-        if self._loop is None:
-            sampling = step.parts[0].sequence.request.sampling
-            step_logits = functools.partial(self._model.step_logits, self._cache)
-            self._loop = self._model.ops.make_decode_loop(step_logits, self._cache, sampling)
-        return self._loop
-
-
-def _prefill(model: Model, cache: Cache, row: int, part: Part, start: int) -> tuple[Array, list[TokenChoice]]:
-    """Run the tokens of a part from ``start`` on; return the logits [V] of the last, and the scored prompt tokens."""
-    scored: list[TokenChoice] = []
-    at = start
-    for hidden in model.prefill(cache, row, part.tokens[start - part.start :]):
-        scored += _score(model, part, at, hidden[0])
-        at += hidden.shape[1]
-    return model.logits(hidden[:, -1])[0], scored
 
 
 def _score(model: Model, part: Part, start: int, hidden: Array) -> list[TokenChoice]:
