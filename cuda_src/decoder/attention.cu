@@ -3,8 +3,8 @@
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m is any token of any sequence, and attends to the keys p = 0 .. lengths[m] of the sequence. Query head h reads KV
-// head h / (heads / kv_heads).
+// Row m is any token of any sequence, and attends to the keys p = 0 .. lengths[m] of the sequence. Query head h reads
+// KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
 //   lengths  int32 [m], the position of each row; -1, that of a padding row, means 0

@@ -3,8 +3,8 @@
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m is any token of any sequence, and attends to the keys of the sequence up to its own position. Query head h reads
-// KV head h / (heads / kv_heads).
+// Row m is any token of any sequence, and attends to the keys of the sequence up to its own position. Query head h
+// reads KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
 //   k, v     the KV cache (kv_cache.cuh). work has {first row, number of rows, position of the first row, slot} of each

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The attention of a decode step on tensor cores:
 //
-//   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
+//   out[b, head, :] = sum over p <= position[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 // The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
 // grid and PDL.

@@ -2,8 +2,8 @@
 // The code shared by the decode_attention kernels. For one new token of each of m sequences, they compute:
 //
 //   q, k = RoPE(RMSNorm(q)), RoPE(RMSNorm(k))          rope.cuh; RMSNorm only with QK_NORM
-//   k[b, lengths[b], :], v[b, lengths[b], :] = k, v    appends to the KV cache
-//   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
+//   k[b, position[b], :], v[b, position[b], :] = k, v    appends to the KV cache
+//   out[b, head, :] = sum over p <= position[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 //   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]: q, k and v of the new tokens
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
@@ -16,8 +16,8 @@
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
 //
-// Grid (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes, so a captured launch can be
-// replayed for any lengths. An item is a range of keys of a row, a split, whose size (key_ranges.cuh) depends on the
+// Grid (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes, so a captured launch can
+// be replayed for any lengths. An item is a range of keys of a row, a split, whose size (key_ranges.cuh) depends on the
 // length of the row and on m, but not on other rows. So a long row does not delay short ones. Warps, then splits, are
 // merged in a fixed order, so results are bit-identical from run to run. With APPENDED, rope_cache has appended k and v
 // before, so several rows may be of one sequence; the launch is without PDL.

@@ -7,12 +7,12 @@
 //   sample_token with SAMPLES      token = argmax of scaled + noise over all tokens with scaled >= limit
 //   sampling_threshold             limit = the smallest scaled value that top-k, then top-p, then min-p keep
 //
-// noise = -log(-log(u)) is Gumbel noise; u is a hash of seed, completion, position and token. The argmax is then a sample
+// noise = -log(-log(u)) is Gumbel noise; u is a hash of seed, choice, position and token. The argmax is then a sample
 // from the softmax of the scaled values. At temperature 0 the token is the argmax, also with SAMPLES.
 //
 //   logits       float32 [rows, vocab]
-//   seen         uint8 [slots, vocab], 1 for the tokens of the text so far; with PENALTY only. sample_token also sets the
-//                new token of a slot whose penalty is not 1.
+//   seen         uint8 [slots, vocab], 1 for the tokens of the text so far; with PENALTY only. sample_token also sets
+//                the new token of a slot whose penalty is not 1.
 //   limits       float32 [rows]; null if sample_token may sample every token
 //   slots        int32 [rows], the slot of each row: its sequence
 //   options      Options [slots]

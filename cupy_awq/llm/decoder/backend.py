@@ -47,7 +47,7 @@ class Tokens(Protocol):
 
 
 class ChoiceOptions(NamedTuple):
-    """What the choice of the tokens of a step needs. By default, all rows are greedy.
+    """The needs of the choice of a step's tokens. By default, all rows are greedy.
 
     Attributes:
         samples: whether any row samples.

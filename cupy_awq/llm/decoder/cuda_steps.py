@@ -58,7 +58,7 @@ CHOICES = tuple(
     for penalizes in (False, True)
     for samples, filters in ((False, False), (True, False), (True, True))
 )
-"""What the choice of tokens may need: each takes other kernels."""
+"""All needs of a choice: each takes other kernels."""
 
 
 class LaunchingOps(DecoderOps, Protocol):
