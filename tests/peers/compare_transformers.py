@@ -6,7 +6,7 @@ and unknown parameters. transformers builds and stores each model, and both read
 needs transformers 5 and torch beside cupy_awq[llm], prints the number of models by outcome, and exits with 1 if logits
 differ:
 
-    python tests/peers/compare_transformers.py --models 200
+    python -m tests.peers.compare_transformers --models 200
 """
 
 from __future__ import annotations

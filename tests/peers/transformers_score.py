@@ -4,7 +4,7 @@
 The script prints at how many positions both find the same token most likely, the largest difference of a logit, and
 both perplexities. It needs transformers, torch, gguf and accelerate beside cupy_awq[llm]:
 
-    python tests/peers/transformers_score.py smollm2.gguf README.md --tokens 2000
+    python -m tests.peers.transformers_score smollm2.gguf README.md --tokens 2000
 """
 
 from __future__ import annotations
