@@ -54,6 +54,13 @@ def test_equal_seeds_generate_equal_texts_and_other_seeds_other_texts(model: Lan
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_more_prompts_than_rows_wait_for_each_other(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, sampling = ["a", "bc", "def", "g" * 40, "h"], Sampling(temperature=0.9, repetition_penalty=1.3)
+    wanted = model.generate(prompts, max_tokens=8, raw=True, sampling=sampling)
+    monkeypatch.setattr("cupy_awq.llm.language_model.MAX_ROWS", 2)
+    assert model.generate(prompts, max_tokens=8, raw=True, sampling=sampling) == wanted
+
+
 def test_decode_steps_agree_with_one_forward_pass_over_the_whole_text(model: LanguageModel) -> None:
     completion = model.generate("Hello", max_tokens=10, raw=True)[0]
     ids = model.tokenizer.encode("Hello") + completion.tokens

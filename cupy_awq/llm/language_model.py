@@ -82,6 +82,8 @@ class LanguageModel:
     ) -> list[Completion]:
         """Generate a completion for each prompt, all in one batch.
 
+        The KV cache has memory for the longest prompt and ``max_tokens`` per prompt, of at most `MAX_ROWS` prompts.
+
         Args:
             prompts: a text or a list of messages, or a list of such prompts. A text is a user's message.
             raw: True to continue the texts as they are, without a chat template.

@@ -186,11 +186,13 @@ class Core:
             outcomes = dict.fromkeys((part.sequence for part in step.parts), Outcome(error=NO_MEMORY))
         if launch.is_ahead:
             step = self.scheduler.land(step)
+        launched = len(outcomes)
         step = Step(tuple(part for part in step.parts if part.sequence in self._rows), step.is_prompt)
         sequences = [part.sequence for part in step.parts]
         chosen = [[choice.token for choice in outcomes[sequence].tokens] for sequence in sequences]
         now = time.monotonic()
-        self.scheduler.finish_step(step, chosen, now - max(began, self._finished))
+        seconds = now - max(began, self._finished) if len(sequences) == launched else None
+        self.scheduler.finish_step(step, chosen, seconds)
         self._finished = now
         found = [(sequence, self._receive(sequence, outcomes[sequence])) for sequence in sequences]
         self.end(sequence for sequence, delta in found if delta.reason)

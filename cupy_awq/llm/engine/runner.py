@@ -185,10 +185,11 @@ class DeviceRunner:
             self._landed.discard(sequence)
         for part in step.parts:
             sequence = part.sequence
-            if step.is_prompt or sequence in self._landed:
+            if step.is_prompt:
                 if sequence not in self._slots:
-                    slot = self._slots[sequence] = self._free.pop()
-                    self._steps.assign(slot, sequence.request.sampling, sequence.choice, sequence.tokens)
+                    self._slots[sequence] = self._free.pop()
+                self._steps.assign(self._slots[sequence], sequence.request.sampling, sequence.choice, sequence.tokens)
+            if step.is_prompt or sequence in self._landed:
                 self._steps.place(self._slots[sequence], sequence.table.blocks)
                 self._landed.discard(sequence)
 

@@ -238,9 +238,14 @@ class Scheduler:
             part.sequence.ahead -= 1
         return Step(parts, step.is_prompt)
 
-    def finish_step(self, step: Step, chosen: Tokens[Tokens[int]], seconds: float) -> None:
-        """Record the tokens that each part of a step chose, and the time that the step took in seconds."""
-        if step.is_prompt:
+    def finish_step(self, step: Step, chosen: Tokens[Tokens[int]], seconds: float | None) -> None:
+        """Record the tokens that each part of a step chose, and the time that the step took in seconds.
+
+        The time is None if the step also had parts of sequences that have left since.
+        """
+        if seconds is None:
+            pass
+        elif step.is_prompt:
             self._prompt_times.learn([(part.start, part.size) for part in step.parts], seconds)
         else:
             self._decode_seconds = _mean(self._decode_seconds, seconds)
