@@ -36,7 +36,8 @@
 constexpr bool kAppended = APPENDED;
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
-constexpr int kFetchedSplits = 8;           // number of splits that a thread merges at a time
+// The number of splits that a thread merges at a time: with more, kernels for sm_75 would spill registers.
+constexpr int kFetchedSplits = __CUDA_ARCH__ >= 800 ? 16 : 8;
 constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split in `partials`: acc, row_max, row_sum
 
 static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
@@ -45,9 +46,9 @@ static_assert(kMaxSplits % kFetchedSplits == 0, "the last splits that a thread m
 // The items of work of a CTA, one after the other: a range of the keys of a row, for one block of query heads.
 struct Items {
   __device__ __forceinline__ Items(const int4* work, int heads) : work(work + 1), head_blocks(heads / kHeads) {
-    count = work->x * head_blocks;
     i = blockIdx.x;
-    if (i < count) next_item = this->work[i / head_blocks];
+    next_item = this->work[i / head_blocks];  // with the number of items: the list has room for one per CTA
+    count = work->x * head_blocks;
     take();
   }
 
