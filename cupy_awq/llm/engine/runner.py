@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cupy_awq.check import Array
 from cupy_awq.llm.decoder.backend import ChoiceOptions, Tokens
-from cupy_awq.llm.decoder.block_pool import BLOCK
+from cupy_awq.llm.decoder.block_pool import BLOCK, count_blocks
 from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS
 from cupy_awq.llm.engine import scheduler
@@ -91,11 +91,12 @@ def make_runner(
         context: the largest number of tokens of a sequence.
         cache_tokens: the number of tokens of all sequences, or None for those that fit.
         is_batch: True for a single batch instead of a server. The cache then holds ``rows`` sequences of ``context``
-            tokens and a block for each, no more, and a GPU prepares a step only when it comes.
+            tokens, and a block for each but one so that all are admitted at once, but no more; and a GPU prepares a
+            step only when it comes.
         has_drafts: whether steps can have drafts.
     """
     if is_batch:
-        cache_tokens = rows * (context + BLOCK)
+        cache_tokens = (rows * count_blocks(context) + rows - 1) * BLOCK
     if model.ops.has_pages:
         return PagedRunner(model, context, cache_tokens)
     return DeviceRunner(model, rows, context, cache_tokens, has_drafts=has_drafts, prepares=not is_batch)
