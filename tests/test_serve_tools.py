@@ -7,9 +7,11 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +78,19 @@ X1 = Call("add", '{"x":1}')
         (LLAMA3, '{"name": ["add"]}', '{"name": ["add"]}', []),
         (LLAMA3, 'No. {"name": "add"}', 'No. {"name": "add"}', []),
         (LLAMA3, "", "", []),
+        (LLAMA3, '<|python_tag|>{"name": "add", "parameters": {"x": 1}}', "", [X1]),
+        (LLAMA3, 'So: <|python_tag|>{"name": "sub"}; {"name": "sub"}', "So:", [Call("sub", "{}")] * 2),
+        (
+            LLAMA3,
+            '<|python_tag|>add.call(x="1, \\"2\\")", y=-3, z=true)',
+            "",
+            [Call("add", '{"x":"1, \\"2\\")","y":-3,"z":true}')],
+        ),
+        (LLAMA3, "\nsub.call()", "\nsub.call()", []),
+        (LLAMA3, "<|python_tag|>sub.call()\n", "", [Call("sub", "{}")]),
+        (LLAMA3, "<|python_tag|>sub.call(x=y)", "<|python_tag|>sub.call(x=y)", []),
+        (LLAMA3, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        (LLAMA3, "A <|python_ta", "A <|python_ta", []),
     ],
 )
 def test_calls_are_split_from_the_answer_however_they_arrive(
@@ -86,7 +101,7 @@ def test_calls_are_split_from_the_answer_however_they_arrive(
 
 
 @given(
-    text=st.text("<tol_ca>/ \n{}x", max_size=30) | st.text(max_size=30),
+    text=st.text("<tol_ca>/ \n{}x|", max_size=30) | st.text(max_size=30),
     cut=st.integers(0, 30),
     style=st.sampled_from([QWEN, LLAMA3]),
 )
@@ -94,11 +109,13 @@ def test_texts_without_calls_stay_as_they_are(text: str, cut: int, style: Style)
     assert parse(style, [text[:cut], text[cut:]]) == (text, [])
 
 
-@pytest.mark.parametrize("part", ["[", '{"a":', "<tool_call>", "</tool_call>", '"', "\\"])
+@pytest.mark.parametrize(
+    "part", ["[", '{"a":', "<tool_call>", "</tool_call>", '"', "\\", "x", "x=1,", "<|", "<|python_tag|>"]
+)
 def test_texts_against_the_parser_take_little_time(part: str) -> None:
     began = time.process_time()
     for style in (QWEN, LLAMA3):
-        for start in ("<tool_call>", "{"):
+        for start in ("<tool_call>", "{", "<|python_tag|>add.call("):
             parser = ToolParser(style, ["add"])
             pieces = [start, *[part] * 5_000]
             assert not any(parser.parse(piece)[1] for piece in pieces)
@@ -214,3 +231,21 @@ def test_invalid_tools_are_refused(server: Running, options: Any, param: str) ->
 def test_a_model_whose_template_has_no_tools_refuses_them(running: Running) -> None:
     assert running.chat(tools=TOOLS)[1]["error"]["param"] == "tools"
     assert running.chat(tools=TOOLS, tool_choice="none")[0] == 200
+
+
+def test_calls_after_the_python_tag_of_llama_3_are_found_though_it_is_a_special_token(tmp_path: Path) -> None:
+    """The tag separates an answer from a call, in the form of a built-in tool and as an object."""
+    config = {**llm_models.LLAMA, "max_position_embeddings": 4096}
+    folder = llm_models.folder(tmp_path, config)
+    inner = llm_models.tokenizer()
+    inner.add_special_tokens([tokenizers.AddedToken("<|python_tag|>", special=True, normalized=False)])
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA_TEMPLATE}))
+    with Running(Engine(load(folder, device="cpu"), max_rows=4, cache_tokens=8192)) as server:
+        for call in ("add.call(x=1)", '{"name": "add", "parameters": {"x": 1}}'):
+            grammar = f"start: {json.dumps('So: ')} <|python_tag|> {json.dumps(call)}"
+            status, reply = server.chat(tools=TOOLS, grammar=grammar, max_tokens=100)
+            assert status == 200, reply
+            message = reply["choices"][0]["message"]
+            assert message["content"] == "So:"
+            assert [tool["function"] for tool in message["tool_calls"]] == [{"name": "add", "arguments": '{"x":1}'}]

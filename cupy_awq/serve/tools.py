@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
 
+from cupy_awq.llm.text.tokenizer import PYTHON_TAG
 from cupy_awq.serve.constraint import JSON_OPTIONS
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.protocol import ChatBody
@@ -18,7 +20,8 @@ class Style(NamedTuple):
     """The form in which a model writes a call: a JSON object between two marks.
 
     Attributes:
-        open, close: the marks; without marks, the text consists of objects alone.
+        open, close: the marks. Without ``close``, the calls last until the end of the text, and they need no ``open``
+            if there is no answer before them.
         arguments: the name of the arguments in the object.
     """
 
@@ -28,7 +31,11 @@ class Style(NamedTuple):
 
 
 QWEN = Style("<tool_call>", "</tool_call>", "arguments")
-LLAMA3 = Style("", "", "parameters")
+LLAMA3 = Style(PYTHON_TAG, "", "parameters")
+
+BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)", re.DOTALL)
+ARGUMENT = re.compile(r'\s*(\w+)\s*=\s*("(?:[^"\\]|\\.)*"|[\w.+-]+)\s*(?:,|$)', re.DOTALL)
+"""A call of Llama 3 such as `brave_search.call(query="x")`, and an argument of it. Both take linear time."""
 
 
 class Call(NamedTuple):
@@ -86,7 +93,7 @@ class ToolUse:
         ]
         schema = json.dumps({"anyOf": calls, "x-guidance": JSON_OPTIONS | {"whitespace_pattern": " ?"}})
         marks = [json.dumps(text) for text in (f"{self._style.open}\n", f"\n{self._style.close}")]
-        call = f"{marks[0]} %json {schema} {marks[1]}" if self._style.open else f"%json {schema}"
+        call = f"{marks[0]} %json {schema} {marks[1]}" if self._style.close else f"%json {schema}"
         return "grammar", f'start: call{" (NL call)*" if self._may_repeat else ""}\nNL: "\\n"\ncall: {call}\n'
 
     def parser(self) -> ToolParser | None:
@@ -117,7 +124,7 @@ class ToolParser:
     def parse(self, text: str, is_last: bool = False) -> tuple[str, list[Call]]:
         """Return the answer and the calls that a piece of text adds; ``is_last`` releases retained text."""
         self._held += text
-        answer, calls = self._parse_marked() if self._style.open else self._parse_objects(is_last)
+        answer, calls = self._parse_marked() if self._style.close else self._parse_objects(is_last)
         self.count += len(calls)
         if is_last:
             held = self._style.open * self._is_inside + self._held
@@ -125,18 +132,24 @@ class ToolParser:
             self._held, self._is_inside = "", False
         return answer, calls
 
+    def _answer_before(self) -> str:
+        """Return the text before the first mark; retain what follows the mark or may be its start."""
+        mark = self._style.open
+        before, found, rest = self._held.partition(mark)
+        self._is_inside = bool(found)
+        begun = 0 if found else max(i for i in range(len(mark)) if before.endswith(mark[:i]))
+        kept = len(before[: len(before) - begun].rstrip())  # white space before a call is no answer
+        self._held = rest if found else before[kept:]
+        return before[:kept]
+
     def _parse_marked(self) -> tuple[str, list[Call]]:
         answer, calls = "", list[Call]()
         while True:
             if not self._is_inside:
-                before, mark, rest = self._held.partition(self._style.open)
-                if not mark:
-                    begun = max(i for i in range(len(self._style.open)) if before.endswith(self._style.open[:i]))
-                    kept = len(before[: len(before) - begun].rstrip())  # white space before a call is no answer
-                    self._held = before[kept:]
-                    return answer + before[:kept], calls
-                answer += before.rstrip()
-                self._held, self._is_inside, self._searched = rest, True, 0
+                answer += self._answer_before()
+                self._searched = 0
+                if not self._is_inside:
+                    return answer, calls
             end = self._held.find(self._style.close, self._searched)
             if end < 0:
                 self._searched = max(0, len(self._held) - len(self._style.close))
@@ -148,16 +161,34 @@ class ToolParser:
                 self._held, self._is_inside = self._held[end + len(self._style.close) :], False
 
     def _parse_objects(self, is_last: bool) -> tuple[str, list[Call]]:
-        """Parse a text that is an answer, or objects with ";" between them, which are read at the end."""
-        begun = self._held.lstrip()
-        self._is_answer = self._is_answer or bool(begun and not begun.startswith("{"))
+        """Parse an answer, a mark and calls, or calls alone, with ";" between objects; calls are read at the end."""
         answer, calls = "", list[Call]()
-        if self._is_answer:
-            answer, self._held = self._held, ""
-        elif is_last:
-            calls = self._read_all(begun)
-            self._held = "" if calls else self._held
+        if not self._is_inside:
+            self._is_answer = self._is_answer or not "{".startswith(self._held.lstrip()[:1])
+            if self._is_answer or self._style.open in self._held:
+                answer = self._answer_before()
+        if is_last and (self._is_inside or not self._is_answer):
+            text = self._held.strip()
+            calls = self._read_built_in(text) or self._read_all(text)
+            if calls:
+                self._held, self._is_inside = "", False
         return answer, calls
+
+    def _read_built_in(self, text: str) -> list[Call]:
+        """Return the call in a text such as `brave_search.call(query="x")`, in a list, or an empty list."""
+        found = BUILT_IN.fullmatch(text)
+        arguments, at = dict[str, Any](), 0
+        while found and at < len(found[2]):
+            argument = ARGUMENT.match(found[2], at)
+            if argument is None:
+                return []
+            try:
+                arguments[argument[1]] = msgspec.json.decode(argument[2])
+            except msgspec.MsgspecError:
+                return []
+            at = argument.end()
+        call = self._read({"name": found[1], self._style.arguments: arguments}) if found else None
+        return [call] if call else []
 
     def _read_all(self, text: str) -> list[Call]:
         decoder, calls = json.JSONDecoder(), list[Call]()

@@ -33,6 +33,9 @@ OPEN, CLOSE = "\ue000", "\ue001"
 The index stands for the text of a special token, which the template must not see.
 """
 
+PYTHON_TAG = "<|python_tag|>"
+"""The special token of Llama 3 after which calls of tools follow. Unlike others, it is part of a decoded text."""
+
 _Result = TypeVar("_Result")
 
 _INDEX = re.compile(f"{OPEN}([0-9]+){CLOSE}")
@@ -83,7 +86,7 @@ class Tokenizer:
         self._user_texts = TokenFinder([*self.special_ids, *others])
         self._decoder = TokenDecoder(
             described["decoder"],
-            frozenset(self.special_ids.values()),
+            frozenset(i for text, i in self.special_ids.items() if text != PYTHON_TAG),
             partial(self._call, self._encoder.id_to_token),
             partial(self._call, self._encoder.decode),
         )
