@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cupy_awq import llm
+from cupy_awq.llm.prompt_answerer import answer_all
 from cupy_awq.tools.command_line import main
 from tests import llm_models
 
@@ -89,9 +90,28 @@ def test_prompts_come_from_one_place(folder: Path, arguments: list[str], capsys:
 def test_an_answerer_adds_answers_to_a_batch_and_refuses_unknown_options(folder: Path) -> None:
     with pytest.raises(TypeError, match="nonsense"):
         llm.PromptAnswerer("no such model", nonsense=1)
+    with pytest.raises(ValueError, match="n: expected 1"):
+        llm.PromptAnswerer("no such model", n=2)
     answerer = llm.PromptAnswerer(str(folder), device="cpu", raw=True, max_tokens=3)
     batch = answerer({"id": [1, 2], "prompt": ["Hi", 7]})
     found = [json.loads(answer) for answer in batch["answer"]]
     assert batch["id"] == [1, 2]
     assert found[0]["text"] == llm.load(folder, device="cpu").generate("Hi", raw=True, max_tokens=3)[0].text
     assert found[1]["error"].startswith("prompt: expected a text")
+
+
+def test_every_prompt_is_answered_though_the_queue_has_room_for_few(folder: Path) -> None:
+    """Prompts of 120 tokens fill a queue of 1,280 tokens before the engine has twice as many as it runs."""
+    prompts = [f"{i:0120}" for i in range(100)]
+    with llm.Engine(llm.load(folder, device="cpu", batch_invariant=True), cache_tokens=640) as engine:
+        found = list(answer_all(engine, prompts, raw=True, max_tokens=3))
+        assert [answer["tokens"] for answer in found] == [3] * 100
+        alone = list(answer_all(engine, prompts[7:9], raw=True, max_tokens=3))
+    assert alone == found[7:9]
+
+
+def test_a_failed_engine_ends_the_answers_with_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with llm.Engine(llm.load(folder, device="cpu")) as engine:
+        monkeypatch.setattr(engine._core._runner, "launch", lambda *_: 1 / 0)
+        with pytest.raises(llm.QueueFullError, match="division by zero"):
+            list(answer_all(engine, ["x"] * 10, raw=True, max_tokens=3))

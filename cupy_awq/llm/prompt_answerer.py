@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from cupy_awq.llm.assemble import load
 from cupy_awq.llm.engine.engine import Engine
 from cupy_awq.llm.engine.generation import Generation
-from cupy_awq.llm.engine.request import Request
+from cupy_awq.llm.engine.request import QueueFullError, Request
 
 PROMPT_OPTIONS = ("raw", "special_tokens", "template_args")
 """The options of `Engine.submit` that are no fields of `Request`."""
@@ -45,7 +46,9 @@ class PromptAnswerer:
     """
 
     def __init__(self, model: str, device: str | None = None, **options: Any) -> None:
-        Request((0,), **{name: value for name, value in options.items() if name not in PROMPT_OPTIONS})
+        request = Request((0,), **{name: value for name, value in options.items() if name not in PROMPT_OPTIONS})
+        if request.n > 1:
+            raise ValueError(f"n: expected 1, as a prompt has one answer, got {request.n}")
         self._engine, self._options = Engine(load(model, device=device)), options
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,24 +67,39 @@ class PromptAnswerer:
 def answer_all(engine: Engine, prompts: Iterable[Any], **options: Any) -> Iterator[dict[str, Any]]:
     """Yield an answer per prompt, in order, as `PromptAnswerer` describes it.
 
-    The engine has up to twice as many requests as it runs at a time.
+    The engine has up to twice as many requests as it runs at a time, or as many as its queue has room for.
+
+    Raises:
+        QueueFullError: the engine has failed or was closed. Prompts without an answer have none then.
     """
-    waiting: list[Generation | str] = []
+    waiting: deque[Generation | str] = deque()
     for prompt in prompts:
-        try:
-            waiting.append(engine.submit(prompt, **options))
-        except (TypeError, ValueError) as error:
-            waiting.append(str(error))
-        if len(waiting) == 2 * engine.max_rows:
-            yield _answer(waiting.pop(0))
-    yield from map(_answer, waiting)
+        while len(waiting) == 2 * engine.max_rows or not _submit(engine, prompt, options, waiting):
+            yield _answer(engine, waiting.popleft())
+    while waiting:
+        yield _answer(engine, waiting.popleft())
 
 
-def _answer(generation: Generation | str) -> dict[str, Any]:
+def _submit(engine: Engine, prompt: Any, options: Mapping[str, Any], waiting: deque[Generation | str]) -> bool:
+    """Append the generation of a prompt, or an error; return False if the queue is full of earlier prompts."""
+    try:
+        waiting.append(engine.submit(prompt, **options))
+    except (TypeError, ValueError) as error:
+        waiting.append(str(error))
+    except QueueFullError:
+        if not waiting:
+            raise
+        return False
+    return True
+
+
+def _answer(engine: Engine, generation: Generation | str) -> dict[str, Any]:
     if isinstance(generation, str):
         return {"error": generation}
     try:
         (completion,) = generation.result()
     except RuntimeError as error:
+        if engine.error is not None:
+            raise QueueFullError(str(error)) from engine.error
         return {"error": str(error)}
     return {"text": completion.text, "reason": completion.reason, "tokens": len(completion.tokens)}
