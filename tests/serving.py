@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -15,6 +16,9 @@ from typing import Any
 from cupy_awq.llm import Engine
 from cupy_awq.serve.listener import Listener
 from cupy_awq.serve.server import Settings
+
+PATIENCE = 20
+"""The multiple of the time of an honest answer before an attack that it may take after it, if that is over 1 s."""
 
 
 class Running:
@@ -74,6 +78,28 @@ class Running:
         for event in content.decode().split("\n\n")[:-1]:
             data = event.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)
+
+    @contextlib.contextmanager
+    def survives(self, headers: dict[str, str] | None = None) -> Iterator[None]:
+        """Check that an honest request gets the same text before and after the context, and that no block is lost.
+
+        The second answer takes at most 1 s, or `PATIENCE` times as long as the first.
+        """
+
+        def ask() -> tuple[str, float]:
+            body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "honest"}]}
+            began = time.monotonic()
+            status, reply = self.post("/v1/chat/completions", {**body, "temperature": 0, "max_tokens": 8}, headers)
+            assert status == 200, reply
+            return reply["choices"][0]["message"]["content"], time.monotonic() - began
+
+        text, alone = ask()
+        yield
+        after, seconds = ask()
+        assert after == text
+        assert seconds < max(1.0, PATIENCE * alone)
+        self.wait_until_idle()
+        assert self.engine.is_healthy(5)
 
     def wait_until_idle(self, seconds: float = 10.0) -> None:
         """Wait until no request runs and all blocks are free."""

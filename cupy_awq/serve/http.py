@@ -36,8 +36,9 @@ class Protocol(H11Protocol):
     _waiting: ClassVar[dict[Protocol, None]] = {}  # in the order in which they began to wait
 
     def connection_made(self, transport: Any) -> None:
-        """Start the deadline of the first request."""
+        """Start the deadline of the first request, and give requests a function that resets the connection."""
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -124,9 +125,11 @@ class EventStream:
     def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         self._events, self._on_end = events, on_end
         self._sending_since = math.inf
+        self._abort: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and one event after the other, until the events end, the client leaves or reads no more."""
+        self._abort = scope.get("state", {}).get("abort", self._abort)
         try:
             with contextlib.suppress(OSError, ClientDisconnect):
                 await until_disconnect(receive, self._send_all(send), self._watch_reader())
@@ -146,6 +149,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b""})
 
     async def _watch_reader(self) -> None:
-        """Return when an event has waited too long; one task per stream is cheaper than a deadline per event."""
+        """Reset the connection when an event has waited too long: a task per stream is cheaper than one per event."""
         while time.monotonic() - self._sending_since < SEND_SECONDS:
             await asyncio.sleep(SEND_SECONDS / 8)
+        self._abort()  # an end would wait until the client has read what is buffered
