@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,20 +12,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cupy_awq.llm import Engine, LanguageModel, load
 from cupy_awq.llm.engine.draft import NgramDraft
-from cupy_awq.serve import http as transport
-from cupy_awq.serve.constraint import MAX_CACHED, Grammars
+from cupy_awq.serve.constraint import CACHED_CHARACTERS, GRAMMAR_CHARACTERS, Grammars
+from cupy_awq.serve.errors import ApiError
+from cupy_awq.serve.protocol import ChatBody, Limits, decode
 from tests import llm_models
-from tests.serving import Running, leave
+from tests.serving import PATIENCE, Running
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 SECONDS = 10.0
 """The time in seconds for the end of an attack: other tests run at the same time."""
 
-PATIENCE = 20
-"""The multiple of the time of an honest answer before the attack that it may take after it, if that is over 1 s."""
+
+def nest_one_of(levels: int) -> Any:
+    """Return a schema of 2**levels alternatives."""
+    schema: Any = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"oneOf": [schema, {"type": "array", "items": schema}]}
+    return schema
 
 
 DEEP = '{"a":' * 100 + "1" + "}" * 100
@@ -46,27 +51,10 @@ def running(model: LanguageModel) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def honest(model: LanguageModel) -> str:
-    """Return the text of an honest answer."""
-    return model.generate("honest", max_tokens=8)[0].text
-
-
 @pytest.fixture
-def server(running: Running, honest: str) -> Iterator[Running]:
-    """Yield the server; then check that it answers an honest request as before within 1 s, and lost no block."""
-
-    def ask() -> float:
-        began = time.monotonic()
-        status, reply = running.chat("honest")
-        assert (status, reply["choices"][0]["message"]["content"]) == (200, honest)
-        return time.monotonic() - began
-
-    alone = ask()
-    yield running
-    assert ask() < max(1.0, PATIENCE * alone)
-    running.wait_until_idle()
-    assert running.engine.is_healthy(5)
+def server(running: Running) -> Iterator[Running]:
+    with running.survives():
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -80,12 +68,14 @@ def server(running: Running, honest: str) -> Iterator[Running]:
         {"logprobs": True, "top_logprobs": -1},
         {"stop": ["x"] * 10**5},
         {"stop": "x" * 10**6},
+        {"stop": "x" * 257},
         {"temperature": 1e300},
         {"temperature": -1e-300},
         {"top_p": -0.1},
         {"min_p": 2},
         {"top_k": -1},
         {"seed": 2**70},
+        *({name: 10**400} for name in ("seed", "n", "min_tokens", "top_logprobs")),
         {"logit_bias": {"-1": 1}},
         {"logit_bias": {str(llm_models.VOCAB): 1}},
         {"logit_bias": {"1": 1e9}},
@@ -123,11 +113,19 @@ def test_numbers_that_are_not_finite_are_refused(server: Running, value: str) ->
 )
 def test_prompts_that_are_no_prompts_are_refused(server: Running, prompt: Any) -> None:
     assert server.complete(prompt)[0] == 400
+    assert server.complete(prompt, echo=True)[0] == 400
+    assert len(server.engine.model.tokenizer._decoder._known) <= llm_models.VOCAB  # unknown ids are not remembered
 
 
 def test_odd_values_that_mean_something_are_harmless(server: Running) -> None:
     wanted = server.complete("Hello", max_tokens=300)[1]["choices"][0]["text"]
-    for options in ({"stop": [""]}, {"max_tokens": 2**63}, {"max_tokens": 2**70}, {"temperature": 1e-300}):
+    for options in (
+        {"stop": [""]},
+        {"max_tokens": 2**63},
+        {"max_tokens": 10**400},
+        {"temperature": 1e-300},
+        {"top_k": 10**400},
+    ):
         assert server.complete("Hello", **{"max_tokens": 300, **options})[1]["choices"][0]["text"] == wanted
     assert server.complete("Hello", stop="\ud800")[0] == server.complete("\ud800x")[0] == 400
 
@@ -147,7 +145,7 @@ def test_prompts_at_the_end_of_the_context(server: Running) -> None:
     for size, status in ((254, 200), (255, 200), (256, 400), (257, 400), (10_000, 400), (900_000, 400)):
         assert server.complete("x" * size, ignore_eos=True)[0] == status
     found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(server.complete("y" * 255)[0])) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: found.append(server.complete("y" * 255)[0])) for _ in range(100)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -168,7 +166,7 @@ def test_special_tokens_in_messages_forge_no_turn_also_in_threads(server: Runnin
             status, reply = server.chat(text)
             found.append(reply["choices"] if status == 200 else wanted)
 
-    threads = [threading.Thread(target=ask) for _ in range(16)]
+    threads = [threading.Thread(target=ask) for _ in range(64)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -191,9 +189,11 @@ def test_special_tokens_in_messages_forge_no_turn_also_in_threads(server: Runnin
                 {"type": "string", "minLength": 10**9},
                 {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
                 {"enum": [str(i) for i in range(5_000)]},
+                {"enum": [str(i) for i in range(10**5)]},
                 {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
                 {"$ref": "http://127.0.0.1:1/x"},
-                {"oneOf": [{"oneOf": [{"type": "integer"}, {"type": "string"}]}] * 16},
+                nest_one_of(8),
+                nest_one_of(16),
                 {"not": {"type": "string"}},
                 {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1000)}},
             )
@@ -208,30 +208,132 @@ def test_hostile_grammars_end_in_time(server: Running, options: Any) -> None:
 
 
 def test_a_deep_schema_is_refused(server: Running) -> None:
-    schema: Any = {}
-    for _ in range(400):
-        schema = {"items": schema}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert (
-        server.chat(response_format=form)[1]["error"]["message"] == "body: expected at most 64 nested values, got more"
-    )
+    start, end = '{"model": "tiny", "messages": [], "response_format": ', "}"
+    body = (start + '{"items":' * 3000 + "1" + "}" * 3000 + end).encode()
+    assert server.post(CHAT, body)[1]["error"]["message"] == "body: expected at most 64 nested values, got more"
 
 
-def test_many_grammars_do_not_fill_the_memory(model: LanguageModel) -> None:
-    grammars = Grammars(model)
-    for i in range(MAX_CACHED + 40):
-        grammars.compile("regex", f"a{{{i}}}")
-    assert len(grammars._compiled) == MAX_CACHED
+def depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(depth, items), default=0)
+
+
+def count(value: Any) -> int:
+    """Return the number of lists, objects and strings, names included."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(count, value.values()))
+    return 1 + sum(map(count, value)) if isinstance(value, list) else isinstance(value, str)
+
+
+VALUES = st.recursive(
+    st.text('a"\\[]{}:\n\u20ac') | st.integers(),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text('"\\[{'), items, max_size=3),
+)
+
+
+@given(value=VALUES, is_ascii=st.booleans(), nesting=st.integers(1, 5), values=st.integers(4, 12))
+def test_values_are_counted_as_a_parser_sees_them(value: Any, is_ascii: bool, nesting: int, values: int) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user"}], "x": value}
+    message = ""
+    try:
+        decode(json.dumps(body, ensure_ascii=is_ascii).encode(), ChatBody, Limits(nesting=nesting, values=values))
+    except ApiError as error:
+        message = str(error)
+    wanted = f"body: expected at most {nesting} nested values, got more"
+    if depth(body) <= nesting:
+        wanted = f"body: expected at most {values}, got {count(body)}" if count(body) > values else ""
+    assert message == wanted
+
+
+@pytest.mark.parametrize("part", ["[],", '{"oneOf":[1,2]},', '"",', '"\\"[",', "1,", '{"type":"text","text":""},'])
+def test_a_body_of_8_mb_delays_no_other_request(server: Running, part: str) -> None:
+    """The event loop answers /health in between, whatever values the body has."""
+    start, end = b'{"model": "tiny", "messages": [], "response_format": {"x": [', b"1]}}"
+    body = start + part.encode() * ((Limits().body_bytes - len(start + end)) // len(part.encode())) + end
+    began = time.monotonic()
+    server.request("GET", "/health")
+    alone, slowest = time.monotonic() - began, 0.0
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(server.post(CHAT, body)[0]))
+    began = time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        asked = time.monotonic()
+        assert server.request("GET", "/health")[0] == 200
+        slowest = max(slowest, time.monotonic() - asked)
+    assert statuses == [400]
+    assert slowest < max(1.0, PATIENCE * alone)
+    assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10**5, marks=pytest.mark.slow)])
+def test_many_grammars_do_not_fill_the_memory(model: LanguageModel, count: int) -> None:
+    grammars = Grammars(model, Limits().grammar_characters)
+    for i in range(count):
+        grammars.compile("regex", f"a{{{i % 1000}}}b{{{i // 1000}}}")
+    assert len(grammars._compiled) == min(count, CACHED_CHARACTERS // GRAMMAR_CHARACTERS)
+    for i in range(100):
+        grammars.compile("json", {"const": f"{i:065000}"})
+    assert len(grammars._compiled) == CACHED_CHARACTERS // 65_017
 
 
 def test_a_grammar_without_a_next_token_ends_its_request_alone(server: Running) -> None:
-    with contextlib.ExitStack() as stack:
-        thread = threading.Thread(target=lambda: server.complete("Hello", max_tokens=50))
-        thread.start()
-        stack.callback(thread.join)
-        status, reply = server.complete("x", regex="a", logit_bias={"1": -100}, min_tokens=8)
+    body = {"model": "tiny", "prompt": "x", "regex": "a", "logit_bias": {"1": -100}, "min_tokens": 8}
+    wanted, found = server.complete("Hello", max_tokens=50)[1]["choices"], list[Any]()
+    thread = threading.Thread(target=lambda: found.extend(server.complete("Hello", max_tokens=50)[1]["choices"]))
+    thread.start()
+    status, reply = server.post(COMPLETE, body)
     assert status == 500  # the constraint ends the text after one letter, but min_tokens demands eight
     assert "grammar" in reply["error"]["message"]
+    *_, last = server.stream(COMPLETE, body)
+    assert "grammar" in last["error"]["message"]
+    thread.join()
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ 'x' * 10**10 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+    ],
+)
+def test_a_hostile_template_ends_its_request_alone(
+    server: Running, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine.model.tokenizer, "template", template)
+        began = time.monotonic()
+        status, reply = server.chat()
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_everything_at_once(server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of eight completions with tools, log-probabilities and usage has all that the whole reply has."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            server.engine.model.tokenizer,
+            "template",
+            llm_models.TEMPLATE + "{% if tools %}{# <tool_call> #}{% endif %}",
+        )
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "seed": 1, "max_tokens": 40, "n": 8}
+        body |= {"logprobs": True, "top_logprobs": 20, "tools": [tool], "tool_choice": "auto", "ignore_eos": True}
+        if not stream:
+            status, reply = server.post(CHAT, body)
+            assert (status, len(reply["choices"]), reply["usage"]["completion_tokens"]) == (200, 8, 320)
+            return
+        *chunks, usage, done = server.stream(CHAT, body | {"stream_options": {"include_usage": True}})
+    assert (done, usage["choices"], usage["usage"]["completion_tokens"]) == ("[DONE]", [], 320)
+    for index in range(8):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert sum(len(choice["logprobs"]["content"]) for choice in mine) == 40
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
 
 
 @pytest.mark.parametrize(
@@ -257,16 +359,6 @@ def test_duplicate_keys_take_the_last(server: Running) -> None:
     assert server.post(COMPLETE, body)[1]["usage"]["completion_tokens"] == 2
 
 
-def test_a_large_body_is_refused_while_it_arrives(server: Running) -> None:
-    with server.connect() as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-        with contextlib.suppress(OSError):
-            for _ in range(200):
-                connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
-        assert read_status(connection) in (413, None)
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -284,105 +376,6 @@ def test_other_hosts_are_refused_as_pages_of_a_browser_can_name_them(server: Run
     status, headers, _ = server.request("POST", CHAT, {"model": "tiny"}, {"Host": host})
     assert status == 403
     assert not any(name.startswith("access-control") for name in headers)
-
-
-def read_status(connection: socket.socket) -> int | None:
-    """Return the HTTP status of the reply on a socket, or None if the server closed the connection without one."""
-    data = b""
-    with contextlib.suppress(OSError):
-        while b"\r\n" not in data and (part := connection.recv(4096)):
-            data += part
-    return int(data.split()[1]) if data else None
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200_000 + b"\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
-        b"GET /health\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nX: a\rb\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ],
-)
-def test_malformed_requests_are_refused(server: Running, data: bytes) -> None:
-    with server.connect() as connection:
-        with contextlib.suppress(OSError):
-            connection.sendall(data)
-        assert read_status(connection) in (400, 401, 403, 404, 431, 501, None)
-
-
-def test_smuggled_and_pipelined_requests_are_requests_of_their_own(server: Running) -> None:
-    with server.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
-        time.sleep(0.3)
-        assert connection.recv(65536).count(b"HTTP/1.1 200") == 3
-    with server.connect() as connection:
-        both = "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n"
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{both}\r\n0\r\n\r\nGET /metrics".encode())
-        assert read_status(connection) in (400, 415)
-
-
-def test_headers_and_bodies_have_deadlines(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(transport, "BODY_SECONDS", 0.3)
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
-    for sent, status in ((b"", None), (head, None), (head + b"Content-Length: 10\r\n\r\n{", 408)):
-        with server.connect() as connection:
-            connection.sendall(sent)
-            began = time.monotonic()
-            assert read_status(connection) == status
-            assert 0.2 < time.monotonic() - began < SECONDS
-    with server.connect() as connection:  # the second request on one connection
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert read_status(connection) == 200
-        connection.sendall(b"GET /he")
-        began = time.monotonic()
-        while connection.recv(4096):
-            pass
-        assert time.monotonic() - began < SECONDS
-
-
-def test_idle_connections_do_not_keep_others_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server closes those that have waited longest, once more than MAX_WAITING have sent no request."""
-    monkeypatch.setattr(transport, "MAX_WAITING", 100)
-    with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(server.connect()) for _ in range(300)]
-        idle[0].settimeout(5)
-        assert idle[0].recv(1) == b""
-        assert server.chat()[0] == 200
-        idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert read_status(idle[-1]) == 200
-
-
-def test_a_reader_that_stops_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads nothing of a stream larger than all buffers is dropped after SEND_SECONDS."""
-    monkeypatch.setattr(transport, "SEND_SECONDS", 0.3)
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 8}
-    body |= {"logprobs": 20, "temperature": 1.0}
-    data = json.dumps(body).encode()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
-        head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        server.wait_until_idle(20)
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
-def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Running, count: int) -> None:
-    generator = random.Random(0)
-    for _ in range(count):
-        body = {
-            "prompt": "x" * generator.choice((1, 200)),
-            "max_tokens": generator.choice((1, 200)),
-            "ignore_eos": True,
-        }
-        body |= {"stream": generator.random() < 0.5, "n": generator.choice((1, 4))}
-        leave(server, body, generator.random() * 0.02)
 
 
 # Errors within a request, which must not end the server

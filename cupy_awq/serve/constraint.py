@@ -15,14 +15,11 @@ import numpy.typing as npt
 
 from cupy_awq.llm.engine.core import TextModel
 
-MAX_SOURCE_BYTES = 1 << 16
-"""The largest size of a schema, a regular expression or a grammar in bytes."""
-
 JSON_OPTIONS: Any = {"coerce_one_of": True, "whitespace_pattern": r"[ \n]{0,16}"}
 """The options of JSON schemas: oneOf is read as anyOf; white space, which small models repeat forever, is limited."""
 
-MAX_CACHED = 64
-"""The number of compiled grammars that are kept."""
+CACHED_CHARACTERS, GRAMMAR_CHARACTERS = 1 << 22, 1 << 14
+"""The length in characters of the compiled grammars that are kept, and what the smallest one counts."""
 
 
 class Grammars:
@@ -32,10 +29,11 @@ class Grammars:
 
     Args:
         model: the model.
+        max_characters: the largest length of a schema, a regular expression or a grammar.
     """
 
-    def __init__(self, model: TextModel) -> None:
-        self._model = model
+    def __init__(self, model: TextModel, max_characters: int) -> None:
+        self._model, self._max_characters = model, max_characters
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
@@ -58,8 +56,8 @@ class Grammars:
         from llguidance import LLMatcher
 
         text = json.dumps(source) if kind == "json" else source
-        if len(text) > MAX_SOURCE_BYTES:
-            raise ValueError(f"grammar: expected at most {MAX_SOURCE_BYTES} characters, got {len(text)}")
+        if len(text) > self._max_characters:
+            raise ValueError(f"grammar: expected at most {self._max_characters} characters, got {len(text)}")
         convert: dict[str, Callable[[str], str]] = {
             "json": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS),
             "regex": LLMatcher.grammar_from_regex,
@@ -71,7 +69,7 @@ class Grammars:
                 matcher = LLMatcher(self._tokenizer, convert[kind](text), log_level=0)
             _check(matcher)
             self._compiled[kind, text] = matcher
-            if len(self._compiled) > MAX_CACHED:
+            while sum(max(GRAMMAR_CHARACTERS, len(text)) for _, text in self._compiled) > CACHED_CHARACTERS:
                 self._compiled.popitem(last=False)
             copy = matcher.deep_copy()
         return lambda: GrammarConstraint(copy.deep_copy(), self._model.config.vocab)

@@ -4,16 +4,47 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from cupy_awq.llm import Sampling
+from cupy_awq.llm.engine.request import MAX_CHOICES
 from cupy_awq.serve.errors import ApiError
 
-MAX_MESSAGES, MAX_PROMPTS, MAX_TOOLS, MAX_STOPS, MAX_DEPTH = 2048, 64, 128, 16, 64
-"""The largest numbers of messages, of prompts, of tools, of stop strings, and of levels of nested JSON values."""
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest request that a server accepts.
+
+    Attributes:
+        body_bytes: the size of its body.
+        nesting: the levels of nested values in the body.
+        values: the lists, objects and strings in the body; the interpreter does nothing else while they are made.
+        messages, tools: the numbers of them in a chat.
+        prompts: the number of prompts of a completion.
+        stops, stop_characters: the number of stop strings, and the length of each.
+        n: the number of completions per prompt.
+        grammar_characters: the length of a JSON schema, a regular expression or a grammar.
+        queue_seconds, run_seconds: the times in the queue, and from then on.
+    """
+
+    body_bytes: int = 8 << 20
+    nesting: int = 64
+    values: int = 1 << 17
+    messages: int = 2048
+    tools: int = 128
+    prompts: int = 64
+    stops: int = 16
+    stop_characters: int = 256
+    n: int = MAX_CHOICES
+    grammar_characters: int = 1 << 16
+    queue_seconds: float = 120.0
+    run_seconds: float = 3600.0
+
 
 TEMPLATE_ARGUMENTS = {"enable_thinking": bool, "reasoning_effort": str}
 """The variables of a chat template that a request may set, with their types."""
@@ -115,30 +146,35 @@ class Body(msgspec.Struct, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
 
-    def sampling(self) -> Sampling:
-        """Return the sampling parameters; without a seed, each request gets a random one."""
-        given = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise ApiError(400, f"seed: expected a 64-bit integer, got {self.seed:.3g}", param="seed")
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+    def check(self, limits: Limits) -> None:
+        """Raise ApiError if a number of values is above its limit."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        _check_count("stop", len(stops), limits.stops)
+        _check_count("stop", max(map(len, stops), default=0), limits.stop_characters)
+        _check_count("n", self.n or 0, limits.n)
 
-    def options(self) -> dict[str, Any]:
-        """Return the fields of `cupy_awq.llm.Request` that this body sets, besides prompt and limits."""
+    def sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """Return the sampling parameters; without a seed, each request gets a random one."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ApiError(400, f"seed: expected a 64-bit integer, got {self.seed!r:.40}", param="seed")
+        seed = secrets.randbits(64) if self.seed is None else self.seed % 2**64
+        return Sampling(**{"temperature": 1.0, **defaults, **given}, seed=seed)
+
+    def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of `cupy_awq.llm.Request` that this body sets, besides prompt and limits.
+
+        ``defaults`` are sampling parameters of the model, which the body may change.
+        """
         names = {name: name for name in ("presence_penalty", "frequency_penalty", "n", "min_tokens")}
         names["ignore_stop_tokens"] = "ignore_eos"
         given = {target: getattr(self, name) for target, name in names.items()}
         options = {name: value for name, value in given.items() if value is not None}
         options["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(options["stop"]) > MAX_STOPS:
-            message = f"stop: expected at most {MAX_STOPS} texts, got {len(options['stop'])}"
-            raise ApiError(400, message, param="stop")
         if self.logit_bias:
             options["logit_bias"] = dict(map(_read_bias, self.logit_bias.items()))
-        return options | {"sampling": self.sampling()}
+        return options | {"sampling": self.sampling(defaults)}
 
     def constraint(self) -> tuple[str, Any] | None:
         """Return the kind of grammar that the text must follow and its source, or None."""
@@ -157,7 +193,7 @@ class ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template: Any = None
@@ -166,11 +202,17 @@ class ChatBody(Body, kw_only=True):
     audio: Any = None
     modalities: list[str] | None = None
 
+    def check(self, limits: Limits) -> None:
+        super().check(limits)
+        _check_count("tools", len(self.tools or ()), limits.tools)
+        _check_count("messages", len(self.messages), limits.messages)
+        if not self.messages:
+            raise ApiError(400, "messages: expected at least one, got none", param="messages")
+        calls = [call.function.arguments for message in self.messages for call in message.tool_calls or ()]
+        _check_values("".join(calls).encode(), "messages", limits)
+
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            got = len(self.messages)
-            raise ApiError(400, f"messages: expected 1 to {MAX_MESSAGES} of them, got {got}", param="messages")
         return [message.to_template() for message in self.messages]
 
     def template_arguments(self) -> dict[str, Any]:
@@ -183,13 +225,13 @@ class ChatBody(Body, kw_only=True):
                 raise ApiError(400, message, param="chat_template_kwargs")
         return arguments
 
-    def options(self) -> dict[str, Any]:
+    def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs=true, got false", param="top_logprobs")
         _refuse(self, "chat_template", "functions", "function_call", "audio")
         if self.modalities not in (None, ["text"]):
             raise ApiError(400, 'modalities: expected ["text"], got others', param="modalities")
-        options = super().options()
+        options = super().options(defaults)
         tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         options |= {} if tokens is None else {"max_tokens": tokens}
         return options | {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
@@ -219,6 +261,11 @@ class CompletionBody(Body, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
 
+    def check(self, limits: Limits) -> None:
+        super().check(limits)
+        is_one = isinstance(self.prompt, str) or set(map(type, self.prompt)) == {int}
+        _check_count("prompt", 1 if is_one else len(self.prompt), limits.prompts)
+
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids."""
         given = self.prompt
@@ -226,58 +273,64 @@ class CompletionBody(Body, kw_only=True):
         if isinstance(given, str) or kinds == {int}:
             return [given]
         are_ids = kinds == {list} and all(set(map(type, item)) <= {int} for item in given)
-        if not 1 <= len(given) <= MAX_PROMPTS or not (kinds == {str} or are_ids):
-            message = f"prompt: expected a text, token ids, or up to {MAX_PROMPTS} of either, got {len(given)} items"
-            raise ApiError(400, message, param="prompt")
+        if not (kinds == {str} or are_ids):
+            raise ApiError(400, "prompt: expected a text, token ids, or several of either, got others", param="prompt")
         return given
 
-    def options(self) -> dict[str, Any]:
+    def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(self, "suffix")
         if self.best_of not in (None, self.n or 1):
-            raise ApiError(400, f"best_of: expected n={self.n or 1}, got {self.best_of:.3g}", param="best_of")
+            raise ApiError(400, f"best_of: expected n={self.n or 1}, got {self.best_of!r:.40}", param="best_of")
         tokens = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         scored = self.logprobs if self.echo else None
-        return super().options() | {"max_tokens": tokens, "logprobs": self.logprobs, "prompt_logprobs": scored}
+        return super().options(defaults) | {"max_tokens": tokens, "logprobs": self.logprobs, "prompt_logprobs": scored}
 
 
 B = TypeVar("B", bound=Body)
 
 
-def decode(data: bytes, kind: type[B]) -> B:
-    """Parse a body. Raises ApiError if it is no valid JSON, nested too deeply, or has values of other types."""
+def decode(data: bytes, kind: type[B], limits: Limits) -> B:
+    """Parse a body. Raises ApiError if it is no valid JSON, exceeds a limit, or has values of other types."""
+    _check_values(data, "body", limits)
     try:
         body = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
         path = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else ""
         raise ApiError(400, f"body: {error!s:.200}", param=path.partition("[")[0] or None) from None
-    free = (getattr(body, name, None) for name in ("response_format", "tools", "tool_choice", "chat_template_kwargs"))
-    if any(_is_deep(msgspec.to_builtins(value)) for value in free):
-        raise ApiError(400, f"body: expected at most {MAX_DEPTH} nested values, got more")
+    body.check(limits)
     return body
 
 
-def _is_deep(value: Any) -> bool:
-    """Return whether a value is nested deeper than `MAX_DEPTH`."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [item for outer in level for item in _items(outer)]
-    return bool(level)
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise ApiError(400, f"{name}: expected at most {most}, got {count!r:.40}", param=name)
 
 
-def _items(value: Any) -> Iterator[Any]:
-    return iter(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+OPENING, CLOSING = b"[{", b"]}"
+OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
+"""The bytes without a meaning for the nesting of JSON values, once no string has an escaped quote."""
+
+
+def _check_values(data: bytes, name: str, limits: Limits) -> None:
+    """Raise ApiError if a JSON text has too many values or too many levels of them, in linear time."""
+    marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, OTHERS)
+    if len(marks) <= min(limits.nesting, limits.values):
+        return
+    found = np.frombuffer(marks, np.uint8)
+    found = found[~np.logical_xor.accumulate(found == ord('"'))]  # brackets outside of strings, and ends of strings
+    opened, closed = (np.isin(found, np.frombuffer(kind, np.uint8)) for kind in (OPENING, CLOSING))
+    if np.cumsum(np.subtract(opened, closed, dtype=np.int8), dtype=np.int32).max(initial=0) > limits.nesting:
+        raise ApiError(400, f"{name}: expected at most {limits.nesting} nested values, got more", param=name)
+    _check_count(name, len(found) - int(np.count_nonzero(closed)), limits.values)
 
 
 def _read_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of an earlier call."""
     try:
-        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
         message = f"messages: expected arguments of tool calls that are JSON objects, got {error!s:.80}"
         raise ApiError(400, message, param="messages") from None
-    if _is_deep(arguments):
-        raise ApiError(400, f"messages: expected at most {MAX_DEPTH} nested values, got more", param="messages")
-    return arguments
 
 
 def _read_bias(item: tuple[str, float]) -> tuple[int, float]:

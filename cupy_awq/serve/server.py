@@ -8,10 +8,11 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from cupy_awq.serve import openapi, protocol, replies
 from cupy_awq.serve.constraint import Grammars
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.http import EventStream, read_body, until_disconnect
+from cupy_awq.serve.protocol import Limits
 from cupy_awq.serve.replies import Reply
 from cupy_awq.serve.tools import ToolUse
 
@@ -41,6 +43,12 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine. A server without keys answers to them alone, so no web page reaches it by a name of its
 own that it lets point here."""
 
+
+DEADLINE = "x-request-timeout"
+"""The header with the number of seconds that a request may take in the queue, and from then on."""
+
+LARGE_BYTES = 1 << 16
+"""The size in bytes from which on a body is parsed in another thread, which takes 0.1 ms more."""
 
 PAGE = Path(__file__).parent.parent / "data" / "chat.html"
 """The page to chat in a browser."""
@@ -60,16 +68,15 @@ class Settings:
         name: the name of the model.
         keys: the API keys, of which each request needs one; without any, everybody is served.
         hosts: the names in Host headers that a server without keys answers to; "*" is any name.
-        max_body_bytes: the largest body.
-        queue_seconds, run_seconds: the largest times in seconds of a request in the queue and from then on.
+        limits: the limits of requests.
+        sampling: the sampling parameters of requests that have none, such as "temperature", which is else 1.
     """
 
     name: str
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = LOCAL_HOSTS
-    max_body_bytes: int = 8 << 20
-    queue_seconds: float = 120.0
-    run_seconds: float = 3600.0
+    limits: Limits = field(default_factory=Limits)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Server:
@@ -86,7 +93,7 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._model = engine.model
-        self._grammars = Grammars(engine.model)
+        self._grammars = Grammars(engine.model, settings.limits.grammar_characters)
         self._threads = ThreadPoolExecutor(2, "cupy_awq tokenizer")
         self._compilers = ThreadPoolExecutor(1, "cupy_awq grammars")  # slow grammars delay no other requests
         self._created = int(time.time())
@@ -195,20 +202,35 @@ class Server:
             message = f"model: expected {self._settings.name}, got {name!r:.80}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    async def _read(self, request: Request, kind: type[protocol.B]) -> protocol.B:
+        """Return the body of a request, which another thread parses if it is large."""
+        limits = self._settings.limits
+        data = await read_body(request, limits.body_bytes)
+        if len(data) < LARGE_BYTES:
+            return protocol.decode(data, kind, limits)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, protocol.decode, data, kind, limits)
+
     async def _chat(self, request: Request) -> Any:
-        body = protocol.decode(await read_body(request, self._settings.max_body_bytes), protocol.ChatBody)
+        body = await self._read(request, protocol.ChatBody)
         tools = ToolUse(body, self._model.tokenizer.template or "")
         arguments = body.template_arguments() | ({"tools": tools.offered} if tools.offered else {})
         encode = functools.partial(self._model.encode, template_args=arguments, limit=self._engine.max_tokens)
         return await self._answer(request, body, [functools.partial(encode, body.conversation())], [""], tools)
 
     async def _complete(self, request: Request) -> Any:
-        body = protocol.decode(await read_body(request, self._settings.max_body_bytes), protocol.CompletionBody)
+        body = await self._read(request, protocol.CompletionBody)
         encode = functools.partial(self._model.encode, raw=True, limit=self._engine.max_tokens)
         prompts = body.prompts()
-        texts = [(p if isinstance(p, str) else self._model.tokenizer.decode(p)) if body.echo else "" for p in prompts]
+        texts = [self._echo(prompt) if body.echo else "" for prompt in prompts]
         encoders = [functools.partial(encode, p) if isinstance(p, str) else p for p in prompts]
         return await self._answer(request, body, encoders, texts)
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        """Return the text of a prompt, which is cut if the prompt is going to be refused."""
+        if isinstance(prompt, str):
+            return prompt
+        vocab = self._model.config.vocab
+        return self._model.tokenizer.decode([i for i in prompt[: self._engine.max_tokens] if 0 <= i < vocab])
 
     async def _answer(
         self,
@@ -220,7 +242,7 @@ class Server:
     ) -> Any:
         """Run a request: encode its texts and submit its prompts; then return the reply or a stream of it."""
         self._check_model(body.model)
-        options = body.options()
+        options = body.options(self._settings.sampling)
         n = options.get("n", 1)
         if isinstance(n, int) and n * len(encoders) > self._engine.max_rows:
             raise ApiError(400, f"n: expected at most {self._engine.max_rows} completions in all, got more", param="n")
@@ -231,7 +253,7 @@ class Server:
             options["make_constraint"] = await run(self._compilers, self._grammars.compile, *constraint)
         is_chat = isinstance(body, protocol.ChatBody)
         options |= {"continues": not is_chat, "key": self._key(request), "salt": self._salt(request)}
-        options |= {"queue_seconds": self._settings.queue_seconds, "run_seconds": self._settings.run_seconds}
+        options |= self._deadlines(request)
         options.setdefault("max_tokens", self._engine.max_tokens)
         prompts = [await run(self._threads, encode) if callable(encode) else encode for encode in encoders]
         requests = [EngineRequest(tuple(prompt), **options) for prompt in prompts]
@@ -266,6 +288,17 @@ class Server:
                     is_first = False
                 yield pair
         self._duration.observe(time.monotonic() - began)
+
+    def _deadlines(self, request: Request) -> dict[str, float]:
+        """Return the times in the queue and from then on: the limits, and those that the client sets by a header."""
+        given, limits = request.headers.get(DEADLINE), self._settings.limits
+        try:
+            seconds = math.inf if given is None else float(given)
+        except ValueError:
+            seconds = math.nan
+        if not seconds > 0:
+            raise ApiError(400, f"{DEADLINE}: expected a positive number of seconds, got {given!r:.40}")
+        return {name: min(seconds, getattr(limits, name)) for name in ("queue_seconds", "run_seconds")}
 
     def _key(self, request: Request) -> str:
         """Return who asks: the key, or the client's address."""

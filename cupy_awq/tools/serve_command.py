@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.files import MAX_SETTINGS_NAMES, read_object
+from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.tools.llm_commands import MODEL
 
 MORE = """
@@ -21,6 +26,9 @@ pip install "cupy-awq[serve]". A server for other machines (--host) needs a key,
 
 KEY_VARIABLE = "CUPY_AWQ_API_KEY"
 """The environment variable with the API key that clients must send."""
+
+SAMPLING = ("temperature", "top_k", "top_p")
+"""The sampling parameters of a model, which requests may change."""
 
 SWITCH_SECONDS = 5e-4
 """The time after which Python lets another thread run: with its default of 5 ms, replies would delay the next step."""
@@ -54,6 +62,15 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--allow-host", metavar="NAME", action="append", default=[], help="a further name in Host headers, * for any"
     )
+    parser.add_argument(
+        "--limit",
+        metavar="NAME=X",
+        action="append",
+        default=[],
+        help="the largest value of a request: body_bytes, nesting, values, messages, tools, prompts, stops,"
+        " stop_characters, n, grammar_characters, queue_seconds or run_seconds; repeatable (SECURITY.md has the"
+        " defaults). The header X-Request-Timeout lowers the last two",
+    )
     parser.add_argument("--batch-invariant", action="store_true", help="texts do not depend on other requests; slower")
     parser.add_argument(
         "--speculate",
@@ -68,6 +85,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _serve(args: argparse.Namespace) -> int:
     try:
         from cupy_awq.serve.listener import Listener
+        from cupy_awq.serve.protocol import Limits
         from cupy_awq.serve.server import LOCAL_HOSTS, Settings
     except ImportError as error:
         raise ValueError(
@@ -79,6 +97,8 @@ def _serve(args: argparse.Namespace) -> int:
     keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     if args.host not in ("127.0.0.1", "localhost", "::1") and not keys:
         raise ValueError(f"--host: expected an --api-key for an address other than 127.0.0.1, got none for {args.host}")
+    limits = Limits(**dict(map(_read_limit, args.limit)))
+    sampling = read_sampling(locate(args.model))
     logging.basicConfig(format="%(message)s")
     logging.getLogger("cupy_awq").setLevel(logging.INFO)
     model = llm.load(args.model, device=args.device, batch_invariant=args.batch_invariant)
@@ -90,8 +110,7 @@ def _serve(args: argparse.Namespace) -> int:
         make_draft=NgramDraft if args.speculate else None,
     )
     name = args.name or os.path.basename(os.path.normpath(args.model))
-    settings = Settings(name, keys, (*LOCAL_HOSTS, *args.allow_host))
-
+    settings = Settings(name, keys, (*LOCAL_HOSTS, *args.allow_host), limits, sampling)
     address = {"host": args.host, "port": args.port, "drain_seconds": args.drain_seconds}
     listener = Listener(engine, settings, **address)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -100,3 +119,32 @@ def _serve(args: argparse.Namespace) -> int:
     print(f"serving {name} at http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
     listener.run()
     return 0 if engine.error is None else 1
+
+
+def read_sampling(path: Path) -> dict[str, Any]:
+    """Return the parameters `SAMPLING` of a folder's generation_config.json, as far as it has them.
+
+    Raises CheckpointError if one of them is invalid.
+    """
+    from cupy_awq.llm import Sampling
+
+    file = path / "generation_config.json"
+    table = read_object(file, MAX_SETTINGS_NAMES) if file.is_file() else {}
+    found = {name: value for name in SAMPLING if (value := table.get(name)) is not None}
+    try:
+        Sampling(**found)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    return found
+
+
+def _read_limit(text: str) -> tuple[str, Any]:
+    """Return the name and the value of a limit in the form NAME=X."""
+    from cupy_awq.serve.protocol import Limits
+
+    kinds: dict[str, Any] = {name: type(value) for name, value in vars(Limits()).items()}
+    name, _, value = text.partition("=")
+    with contextlib.suppress(ValueError):
+        if name in kinds and (limit := kinds[name](value)) > 0:
+            return name, limit
+    raise ValueError(f"--limit: expected NAME=X with a name of {', '.join(kinds)}, got {text!r:.80}")

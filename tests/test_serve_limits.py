@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the server: limits, deadlines of requests, the model's sampling parameters, and the end of its process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.llm import Engine, LanguageModel, Request, load
+from cupy_awq.serve.listener import Listener
+from cupy_awq.serve.protocol import Limits
+from cupy_awq.serve.server import Server
+from cupy_awq.tools.command_line import main
+from cupy_awq.tools.serve_command import read_sampling
+from tests import llm_models
+from tests.fake_engine import make_engine
+from tests.serving import Running
+
+COMPLETE = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LanguageModel:
+    return load(folder, device="cpu", batch_invariant=True)
+
+
+@pytest.fixture(scope="module")
+def small(model: LanguageModel) -> Iterator[Running]:
+    """Yield a server with small limits."""
+    limits = Limits(
+        body_bytes=1000, nesting=4, values=30, messages=2, tools=1, prompts=2, stops=2, stop_characters=3, n=2,
+        grammar_characters=5,
+    )  # fmt: skip
+    with Running(Engine(model), limits=limits) as server:
+        yield server
+
+
+MESSAGE: Any = {"role": "user", "content": "x"}
+TOOL: Any = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("inside", "beyond", "param"),
+    [
+        ({"x": "y" * 700}, {"x": "y" * 1000}, None),
+        ({"x": [[[]]]}, {"x": [[[[]]]]}, "body"),
+        ({"x": ["y"] * 16}, {"x": ["y"] * 17}, "body"),
+        ({"messages": [MESSAGE] * 2}, {"messages": [MESSAGE] * 3}, "messages"),
+        ({"stop": ["abc", "b"]}, {"stop": ["a", "b", "c"]}, "stop"),
+        ({"stop": "abc"}, {"stop": "abcd"}, "stop"),
+        ({"n": 2}, {"n": 3}, "n"),
+        ({"regex": "a{5}"}, {"regex": "aaaaaa"}, "grammar"),
+    ],
+)
+def test_every_limit_is_the_largest_value(small: Running, inside: Any, beyond: Any, param: str | None) -> None:
+    assert small.chat("x", **inside)[0] == 200
+    status, reply = small.chat("x", **beyond)
+    assert (status, reply["error"]["param"]) == (400 if param else 413, param)
+
+
+def test_limits_of_prompts_and_tools(small: Running) -> None:
+    assert small.complete(["x", "y"])[0] == small.complete([1, 2, 3])[0] == 200
+    assert small.complete(["x", "y", "z"])[1]["error"]["param"] == "prompt"
+    assert small.chat("x", tools=[TOOL], tool_choice="none")[0] == 200
+    assert small.chat("x", tools=[TOOL] * 2, tool_choice="none")[1]["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("kind", ["waits", "runs"])
+def test_a_client_sets_a_deadline_by_a_header(kind: str) -> None:
+    engine, runner = make_engine(max_rows=1)
+    runner.before_step = lambda step: time.sleep(5e-3)
+    with Running(engine) as server, server.survives():
+        if kind == "waits":
+            engine.submit(Request((1,), max_tokens=200, ignore_stop_tokens=True))
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 900, "ignore_eos": True}
+        status, reply = server.post(COMPLETE, body, {"X-Request-Timeout": "0.2"})
+        assert (status, reply["error"]["code"]) == (503, "timeout")
+        assert kind != "runs" or engine.stats().completion_tokens > 1
+        for wrong in ("0", "-1", "nan", "soon"):
+            status, reply = server.post(COMPLETE, body, {"X-Request-Timeout": wrong})
+            assert (status, reply["error"]["message"][:17]) == (400, "x-request-timeout")
+
+
+def test_a_request_without_sampling_parameters_has_those_of_the_model(model: LanguageModel) -> None:
+    greedy = model.generate("x", raw=True, max_tokens=20)[0].text
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 20, "seed": 1}
+    with Running(Engine(model), sampling={"top_k": 1}) as server:
+        assert server.post(COMPLETE, body)[1]["choices"][0]["text"] == greedy
+        assert server.post(COMPLETE, body | {"temperature": 2, "top_k": 0})[1]["choices"][0]["text"] != greedy
+
+
+def test_sampling_parameters_are_read_from_generation_config(tmp_path: Path) -> None:
+    assert read_sampling(tmp_path) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_p": null, "top_k": 20, "do_sample": true, "eos_token_id": 1}')
+    assert read_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    for wrong in ('{"temperature": -1}', '{"top_k": "x"}', '{"top_p": NaN}', '{"top_p": 1e999}'):
+        file.write_text(wrong)
+        with pytest.raises(CheckpointError, match="generation_config"):
+            read_sampling(tmp_path)
+
+
+def test_the_command_takes_limits_and_ends_with_an_error_after_one_of_the_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in folder.iterdir():
+        os.link(file, copy / file.name)
+    (copy / "generation_config.json").write_text('{"temperature": 0.25}')
+    seen: list[Any] = []
+
+    def run(self: Listener) -> None:
+        app: Any = self.config.app
+        seen.extend(cell.cell_contents for cell in app.routes[0].endpoint.__closure__)
+        self._engine.error = RuntimeError("device")
+        self._engine.close()
+
+    monkeypatch.setattr(Listener, "run", run)
+    command = ["serve", str(copy), "--device", "cpu", "--limit", "n=3", "--limit", "run_seconds=0.5"]
+    assert main(command) == 1
+    (server,) = (one for one in seen if isinstance(one, Server))
+    assert server._settings.limits == Limits(n=3, run_seconds=0.5)
+    assert server._settings.sampling == {"temperature": 0.25}
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    words = capsys.readouterr().out.split()
+    assert set(vars(Limits())) <= {word.strip(",;") for word in words}
+    for wrong in ("n", "n=x", "n=0", "m=1", "n=1.5"):
+        assert main(["serve", str(copy), "--device", "cpu", "--limit", wrong]) == 2
+        assert "--limit: expected NAME=X with a name of body_bytes" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_signals_end_the_process_soon(folder: Path, number: int, code: int) -> None:
+    command = [sys.executable, "-m", "cupy_awq", "serve", str(folder), *"--name tiny --device cpu --port 0".split()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(re.search(r"running on http://127\.0\.0\.1:\d+", line) for line in process.stderr)
+        process.send_signal(number)
+        assert process.wait(60) in (0, code)
+        assert "Traceback" not in process.stderr.read()
