@@ -87,11 +87,15 @@ class FakeRunner:
         pass
 
 
-def make_engine(blocks: int = 40, is_ahead: bool = False, **options: Any) -> tuple[Engine, FakeRunner]:
-    """Return an engine with a fake runner, and the runner; the context is 1,000 tokens."""
-    runner = FakeRunner(blocks, is_ahead)
+def make_model() -> LanguageModel:
+    """Return a model of 1,000 tokens of context with a tokenizer and no layers."""
     config = SimpleNamespace(vocab=llm_models.VOCAB, context=1000)
     ops = SimpleNamespace(prefill_chunk=128, device_index=HOST)
     tokenizer = Tokenizer(llm_models.tokenizer(), llm_models.TEMPLATE, {})
-    model = LanguageModel(config, SimpleNamespace(ops=ops), tokenizer, [STOP])
-    return Engine(model, make_runner=lambda *_, **__: runner, **options), runner
+    return LanguageModel(config, SimpleNamespace(ops=ops), tokenizer, [STOP])
+
+
+def make_engine(blocks: int = 40, is_ahead: bool = False, **options: Any) -> tuple[Engine, FakeRunner]:
+    """Return an engine with a fake runner, and the runner; the context is 1,000 tokens."""
+    runner = FakeRunner(blocks, is_ahead)
+    return Engine(make_model(), make_runner=lambda *_, **__: runner, **options), runner
