@@ -18,6 +18,9 @@ from cupy_awq.checkpoint.files import MAX_SETTINGS_NAMES, read_object
 from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.tools.llm_commands import MODEL
 
+SAMPLING = ("temperature", "top_k", "top_p")
+"""The sampling parameters of a model, which requests may change."""
+
 MORE = """
 
 Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /openapi.json, and a page to chat at /.
@@ -26,9 +29,6 @@ pip install "cupy-awq[serve]". A server for other machines (--host) needs a key,
 
 KEY_VARIABLE = "CUPY_AWQ_API_KEY"
 """The environment variable with the API key that clients must send."""
-
-SAMPLING = ("temperature", "top_k", "top_p")
-"""The sampling parameters of a model, which requests may change."""
 
 SWITCH_SECONDS = 5e-4
 """The time after which Python lets another thread run: with its default of 5 ms, replies would delay the next step."""
@@ -111,6 +111,7 @@ def _serve(args: argparse.Namespace) -> int:
     )
     name = args.name or os.path.basename(os.path.normpath(args.model))
     settings = Settings(name, keys, (*LOCAL_HOSTS, *args.allow_host), limits, sampling)
+
     address = {"host": args.host, "port": args.port, "drain_seconds": args.drain_seconds}
     listener = Listener(engine, settings, **address)
     sys.setswitchinterval(SWITCH_SECONDS)
