@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, ClassVar
 
 import h11
 from starlette.requests import ClientDisconnect, Request
@@ -25,8 +26,6 @@ SEND_SECONDS = 60.0
 
 MAX_WAITING = 1024
 """The largest number of connections that wait for headers. Beyond it, the one that has waited longest is closed."""
-
-T = TypeVar("T")
 
 
 class Protocol(H11Protocol):
@@ -91,27 +90,39 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T], *others: Awaitable[None]) -> T:
-    """Return the result of ``work``, or cancel it and raise ClientDisconnect.
+@contextlib.asynccontextmanager
+async def until_disconnect(receive: Receive, *others: Awaitable[None]) -> AsyncIterator[None]:
+    """Cancel what the context awaits, and raise ClientDisconnect, if the client leaves or one of ``others`` ends.
 
-    That is if the client leaves or one of ``others`` ends.
+    The context is no task of its own, so its first result is used at once.
     """
+    body, has_left = asyncio.current_task(), False
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    worker = asyncio.ensure_future(work)
-    tasks = [worker, *map(asyncio.ensure_future, (watch(), *others))]
+    def leave(_: object) -> None:
+        nonlocal has_left
+        has_left = True
+        if body is not None:
+            body.cancel()
+
+    watchers = [*map(asyncio.ensure_future, (watch(), *others))]
+    for watcher in watchers:
+        watcher.add_done_callback(leave)
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise ClientDisconnect
-        return worker.result()
+        yield
+    except asyncio.CancelledError:
+        if not has_left:
+            raise
+        if sys.version_info >= (3, 11) and body is not None:
+            body.uncancel()
+        raise ClientDisconnect from None
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for watcher in watchers:
+            watcher.remove_done_callback(leave)
+            watcher.cancel()
 
 
 class EventStream:
@@ -132,7 +143,8 @@ class EventStream:
         self._abort = scope.get("state", {}).get("abort", self._abort)
         try:
             with contextlib.suppress(OSError, ClientDisconnect):
-                await until_disconnect(receive, self._send_all(send), self._watch_reader())
+                async with until_disconnect(receive, self._watch_reader()):
+                    await self._send_all(send)
         finally:
             self._on_end()
             await self._events.aclose()

@@ -99,6 +99,7 @@ class Server:
         self._created = int(time.time())
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
+        prometheus.ProcessCollector(registry=self._registry)
         metric = functools.partial(prometheus.Histogram, registry=self._registry)
         self._first_token = metric("cupy_awq_time_to_first_token_seconds", "Time to the first token of a request")
         self._duration = metric("cupy_awq_request_seconds", "Time to the last token of a request")
@@ -267,9 +268,11 @@ class Server:
             generations += map(self._engine.submit, requests)
             deltas = self._measure(_merge(generations), began)
             if not body.stream:
-                found = await until_disconnect(request.receive, _collect(deltas))
+                async with until_disconnect(request.receive):
+                    found = [(i, replies.check(delta)) async for i, delta in deltas]
                 return _json(reply.whole(found, generations))
-            first = await until_disconnect(request.receive, anext(deltas))
+            async with until_disconnect(request.receive):
+                first = await anext(deltas)
             replies.check(first[1])
         except BaseException:
             _cancel(generations)
@@ -335,10 +338,6 @@ async def _merge(generations: Sequence[Generation]) -> Deltas:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _collect(deltas: Deltas) -> list[Indexed]:
-    return [(i, replies.check(delta)) async for i, delta in deltas]
 
 
 async def _events(
