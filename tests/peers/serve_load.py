@@ -4,11 +4,14 @@
 python -m cupy_awq serve Qwen3-8B-AWQ/ --port 8000 &
 python -m tests.peers.serve_load --port 8000 --clients 1 4 16 64 --prompt-tokens 128 --tokens 1024
 python -m tests.peers.serve_load --port 8000 --clients 1 --flood 4 --flood-tokens 8192
+python -m tests.peers.serve_load --port 8000 --clients 48 --tokens 256 --leave 0.3 --minutes 10
 
 Prompts are random tokens, other ones in each request, so no server finds them in a prefix cache. The columns: output
 tokens per second of all clients; the time to the first token, median and 95th percentile; and the time between two
 events of a stream, median and 99th percentile, where a server may put several tokens into one event. With ``--flood``,
-further clients send long prompts, one after the other, for one token each; they are not in the table.
+further clients send long prompts, one after the other, for one token each; they are not in the table. With
+``--minutes``, the load goes on for so long, and the blocks of the cache and the memory of the server before and after
+it follow the table, which is that of the last round. With ``--leave``, this share of the clients leaves early.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import asyncio
 import itertools
 import json
 import random
+import shutil
+import subprocess
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +32,9 @@ from cupy_awq.tools.table import render
 
 COLUMNS = {"clients": 0, "tokens/s": 0, "first ms": 2, "first p95": 2, "between ms": 2, "between p99": 2}
 """The columns of the table, with the number of decimal places."""
+
+BLOCKS, RESIDENT = ("cupy_awq_free_blocks", "cupy_awq_blocks"), "process_resident_memory_bytes"
+"""The names of metrics of the server."""
 
 
 @dataclass
@@ -60,6 +69,7 @@ async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_to
     last = began = time.perf_counter()
     reader, writer = await request(args.port, body, args.key)
     is_first = True
+    left = generator.randrange(tokens) if generator.random() < args.leave else tokens
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
@@ -68,7 +78,9 @@ async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_to
             raise ValueError(f"server: expected tokens, got {event['error']}")
         if event["choices"]:
             (result.first if is_first else result.between).append(now - (began if is_first else last))
-            is_first, last = False, now
+            is_first, last, left = False, now, left - 1
+            if left < 0:
+                break
         elif event.get("usage"):
             result.tokens += event["usage"]["completion_tokens"]
     writer.close()
@@ -97,6 +109,30 @@ async def run(args: argparse.Namespace, clients: int) -> dict[str, float]:
     return dict(zip(COLUMNS, [clients, rate, *(1e3 * seconds for seconds in times)], strict=True))
 
 
+def fetch(args: argparse.Namespace, path: str) -> bytes:
+    """Return the server's reply to a GET request."""
+    headers = {"Authorization": f"Bearer {args.key}"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{args.port}{path}", headers=headers)
+    ) as reply:
+        content: bytes = reply.read()
+        return content
+
+
+def show_memory(args: argparse.Namespace) -> str:
+    """Wait until the server is idle; return the free blocks of its cache and the memory of host and GPU."""
+    values = {"cupy_awq_running": 1.0, "cupy_awq_waiting": 0.0}
+    while values["cupy_awq_running"] + values["cupy_awq_waiting"]:
+        time.sleep(0.2)
+        lines = (line.rpartition(" ") for line in fetch(args, "/metrics").decode().splitlines() if line[0] != "#")
+        values = {name: float(value) for name, _, value in lines}
+    text = f"{values[BLOCKS[0]]:.0f} of {values[BLOCKS[1]]:.0f} blocks free, {values[RESIDENT] / 1e6:.0f} MB resident"
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
+        text += f", {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()} on the GPU"
+    return text
+
+
 def percentile(values: list[float], part: int) -> float:
     """Return a percentile, 0 without values."""
     return sorted(values)[min(len(values) - 1, len(values) * part // 100)] if values else 0.0
@@ -114,21 +150,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="output tokens per request")
     parser.add_argument("--flood", type=int, default=0, help="further clients, with long prompts")
     parser.add_argument("--flood-tokens", type=int, default=8192, help="tokens of each of their prompts")
+    parser.add_argument("--minutes", type=float, default=0, help="repeat the load for so long")
+    parser.add_argument("--leave", type=float, default=0, help="the share of clients that leave early")
     parser.add_argument("--vocab", type=int, default=10_000, help="prompts have tokens below this")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.model is None:
-        import urllib.request
-
-        models = urllib.request.Request(
-            f"http://127.0.0.1:{args.port}/v1/models", headers={"Authorization": f"Bearer {args.key}"}
-        )
-        with urllib.request.urlopen(models) as reply:
-            args.model = json.load(reply)["data"][0]["id"]
+        args.model = json.loads(fetch(args, "/v1/models"))["data"][0]["id"]
     asyncio.run(run_one(args, args.seed - 1, Result(), args.prompt_tokens, 2))
+    before, end = show_memory(args) if args.minutes else "", time.monotonic() + 60 * args.minutes
     rows = [asyncio.run(run(args, clients)) for clients in args.clients]
+    while time.monotonic() < end:
+        args.seed += 1_000_000
+        rows = [asyncio.run(run(args, clients)) for clients in args.clients]
     texts = [[f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items()] for row in rows]
     print(render(tuple(COLUMNS), texts))
+    if args.minutes:
+        print(f"before: {before}\nafter:  {show_memory(args)}")
 
 
 if __name__ == "__main__":
