@@ -66,7 +66,7 @@ def test_long_prompts_do_not_delay_a_stream_beyond_the_bound(pair: float) -> Non
     arrivals = [(s.arrival, s) for s in (stream, *flood)]
     _, times = simulate(make_scheduler(), arrivals, rate=45_000, decode=0.002, pair=pair)
     gaps = [b - a for a, b in itertools.pairwise(times[stream])]
-    assert max(gaps[2:]) <= 0.02 * 1.1
+    assert max(gaps[2:]) <= 0.02 * 1.02
     assert sum(gap > 0.015 for gap in gaps) >= 50  # decode steps wait as long as allowed: prompts fill the gaps
 
 

@@ -22,7 +22,11 @@ from cupy_awq.llm.engine.prompt_times import PromptTimes
 from cupy_awq.llm.engine.request import Request
 
 MIN_CHUNK = 64
-"""The smallest number of prompt tokens per step, and the step of its size, while other sequences decode."""
+"""The smallest number of prompt tokens per step while other sequences decode. Larger numbers are multiples of it or,
+from eight times as many tokens on, of twice as many, as the sizes of captured steps are."""
+
+PLANNED_SHARE = 0.95
+"""The share of the bound for the time between two tokens for which steps are planned, since their times vary."""
 
 PATIENCE_SECONDS = 2.0
 """The time after which a prompt runs before shorter ones that came later, in every other step with prompts."""
@@ -301,7 +305,7 @@ class Scheduler:
         """Yield the parts of a step with prompts: the shortest first or, in every other step, the longest waiting."""
         self._is_patient = not self._is_patient
         room, is_bounded = self._max_chunk, self._decoding and self._inter_token_seconds < math.inf
-        taken = 0
+        taken, seconds = 0, PLANNED_SHARE * self._inter_token_seconds - self._decode_seconds
 
         def order(sequence: Sequence) -> tuple[float, int]:
             is_late = now - sequence.arrival > PATIENCE_SECONDS and not self._is_patient
@@ -309,14 +313,15 @@ class Scheduler:
 
         for sequence in sorted((s for s in self._prefilling if not s.ahead), key=order):
             start = sequence.table.computed
-            if is_bounded:  # as if the tokens of the other sequences came before, at the same start
-                seconds = self._inter_token_seconds - self._decode_seconds
-                fitting = int(self._prompt_times.count_tokens(start, seconds)) // MIN_CHUNK * MIN_CHUNK
+            if is_bounded:
+                fitting = taken + int(self._prompt_times.count_tokens(start, seconds))
+                fitting -= fitting % (MIN_CHUNK if fitting < 8 * MIN_CHUNK else 2 * MIN_CHUNK)
                 room = min(room, max(fitting, MIN_CHUNK) - taken)
             count = min(sequence.remaining, room)
             if count > 0:
                 yield Part(sequence, start, count)
                 room, taken = room - count, taken + count
+                seconds -= self._prompt_times.predict(start, count)
 
     def _decode_parts(self) -> tuple[Part, ...]:
         """Return the newest token of each decoding sequence, after making room for it, and drafts."""
