@@ -9,9 +9,7 @@ The text of a token is its number, so prompts of token ids and any generated tok
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
-import sys
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from cupy_awq.runtime import placement
 from cupy_awq.serve.listener import Listener
 from cupy_awq.serve.server import LOCAL_HOSTS, Settings
 from cupy_awq.tools.bench_llm import SHAPES, synthetic
-from cupy_awq.tools.serve_command import SWITCH_SECONDS
+from cupy_awq.tools.serve_command import tune_interpreter
 
 
 def load(name: str, **options: Any) -> LanguageModel:
@@ -53,9 +51,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     model = load(args.model, batch_invariant=args.batch_invariant)
     engine = Engine(model, max_rows=args.max_rows, make_runner=DeviceRunner)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
+    tune_interpreter()
     print(f"serving {args.model} with {engine.stats().blocks} blocks", flush=True)
     Listener(engine, Settings(args.model, (), LOCAL_HOSTS), port=args.port).run()
 
