@@ -325,6 +325,14 @@ def test_chunks_are_at_most_those_of_the_runner() -> None:
     assert {part.size for step in runner.steps if step.is_prompt for part in step.parts} == {128, 44}
 
 
+def test_chunks_that_choose_no_token_give_no_delta() -> None:
+    engine, runner = make_engine(max_chunk=64)
+    runner.before_step = lambda step: time.sleep(2e-3)
+    with engine:
+        deltas = list(engine.submit(Request((1,) * 300, max_tokens=3, ignore_stop_tokens=True)))
+    assert all(delta.tokens for delta in deltas)
+
+
 def test_memory_that_ends_at_a_preemption_leaves_the_text_as_it_was() -> None:
     engine, runner = make_engine(blocks=13, max_rows=4, max_chunk=32, is_ahead=True)
     failures: list[int] = []

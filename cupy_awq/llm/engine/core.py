@@ -196,7 +196,7 @@ class Core:
         self._finished = now
         found = [(sequence, self._receive(sequence, outcomes[sequence])) for sequence in sequences]
         self.end(sequence for sequence, delta in found if delta.reason)
-        return found
+        return [(sequence, delta) for sequence, delta in found if delta.tokens or delta.scored or delta.reason]
 
     def _receive(self, sequence: Sequence, outcome: Outcome) -> Delta:
         """Turn the new tokens of a sequence into text, up to the one that ends it."""
