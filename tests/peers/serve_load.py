@@ -6,10 +6,10 @@ python -m tests.peers.serve_load --port 8000 --clients 1 4 16 64 --prompt-tokens
 python -m tests.peers.serve_load --port 8000 --clients 1 --flood 4 --flood-tokens 8192
 python -m tests.peers.serve_load --port 8000 --clients 48 --tokens 256 --leave 0.3 --minutes 10
 
-Prompts are random tokens, other ones in each request, so no server finds them in a prefix cache. The columns: output
-tokens per second of all clients; the time to the first token, median and 95th percentile; and the time between two
-events of a stream, median and 99th percentile, where a server may put several tokens into one event. With ``--flood``,
-further clients send long prompts, one after the other, for one token each; they are not in the table. With
+Prompts are random tokens that begin with the number of the request, so no server finds them in a prefix cache. The
+columns: output tokens per second of all clients; the time to the first token, median and 95th percentile; and the time
+between two events of a stream, median and 99th percentile, where a server may put several tokens into one event. With
+``--flood``, further clients send long prompts, one after the other, for one token each; they are not in the table. With
 ``--minutes``, the load goes on for so long, and the blocks of the cache and the memory of the server before and after
 it follow the table, which is that of the last round. With ``--leave``, this share of the clients leaves early.
 """
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import random
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 from dataclasses import dataclass, field
@@ -46,10 +48,16 @@ class Result:
     tokens: int = 0
 
 
-async def request(port: int, body: dict[str, Any], key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+@functools.lru_cache
+def random_tokens(count: int, vocab: int) -> str:
+    """Return random token ids as a part of a JSON list; once, because it takes time that other clients would notice."""
+    return ", ".join(map(str, random.Random(count).choices(range(vocab), k=count)))
+
+
+async def request(port: int, body: str, key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request and read the headers of its reply."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = json.dumps(body).encode()
+    data = body.encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     status = await reader.readline()
@@ -62,14 +70,14 @@ async def request(port: int, body: dict[str, Any], key: str) -> tuple[asyncio.St
 
 async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_tokens: int, tokens: int) -> None:
     """Run one request and record its times."""
-    generator = random.Random(seed)
-    prompt = [generator.randrange(args.vocab) for _ in range(prompt_tokens)]
-    body = {"model": args.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {"model": args.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
+    first = f"{seed // args.vocab % args.vocab}, {seed % args.vocab}"
+    prompt = f"[{first}, {random_tokens(prompt_tokens - 2, args.vocab)}]"
     last = began = time.perf_counter()
-    reader, writer = await request(args.port, body, args.key)
-    is_first = True
-    left = generator.randrange(tokens) if generator.random() < args.leave else tokens
+    reader, writer = await request(args.port, f'{json.dumps(body)[:-1]}, "prompt": {prompt}}}', args.key)
+    generator, is_first = random.Random(seed), True
+    left = generator.randint(1, tokens) if generator.random() < args.leave else sys.maxsize
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
@@ -79,7 +87,7 @@ async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_to
         if event["choices"]:
             (result.first if is_first else result.between).append(now - (began if is_first else last))
             is_first, last, left = False, now, left - 1
-            if left < 0:
+            if not left:
                 break
         elif event.get("usage"):
             result.tokens += event["usage"]["completion_tokens"]
@@ -89,6 +97,7 @@ async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_to
 async def run(args: argparse.Namespace, clients: int) -> dict[str, float]:
     """Run some clients, each with ``args.requests`` requests, and return a row of the table by `COLUMNS`."""
     result = Result()
+    args.seed += 1_000_000  # no request is sent twice
 
     async def client(number: int) -> None:
         for i in range(args.requests):
@@ -146,22 +155,22 @@ def main() -> None:
     parser.add_argument("--key", default="none", help="the API key")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--requests", type=int, default=2, help="requests per client")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="3 or more")
     parser.add_argument("--tokens", type=int, default=1024, help="output tokens per request")
     parser.add_argument("--flood", type=int, default=0, help="further clients, with long prompts")
     parser.add_argument("--flood-tokens", type=int, default=8192, help="tokens of each of their prompts")
     parser.add_argument("--minutes", type=float, default=0, help="repeat the load for so long")
     parser.add_argument("--leave", type=float, default=0, help="the share of clients that leave early")
     parser.add_argument("--vocab", type=int, default=10_000, help="prompts have tokens below this")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="the number of the first request; by default the time")
     args = parser.parse_args()
+    args.seed = time.time_ns() // 1_000_000 if args.seed is None else args.seed
     if args.model is None:
         args.model = json.loads(fetch(args, "/v1/models"))["data"][0]["id"]
     asyncio.run(run_one(args, args.seed - 1, Result(), args.prompt_tokens, 2))
     before, end = show_memory(args) if args.minutes else "", time.monotonic() + 60 * args.minutes
     rows = [asyncio.run(run(args, clients)) for clients in args.clients]
     while time.monotonic() < end:
-        args.seed += 1_000_000
         rows = [asyncio.run(run(args, clients)) for clients in args.clients]
     texts = [[f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items()] for row in rows]
     print(render(tuple(COLUMNS), texts))
