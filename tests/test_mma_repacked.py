@@ -15,6 +15,7 @@ from cupy_awq.kernels.gemm import gemm_mma_fragments
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Fusion, Problem
 from cupy_awq.kernels.registry import FAMILIES
+from cupy_awq.kernels.tiling import RESERVED_BYTES
 from cupy_awq.ops.repack import scale_range
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
@@ -226,7 +227,7 @@ def test_every_problem_has_configurations_that_fit(arch: int, group_size: int, g
             assert len(configs) == len(set(configs))
             for config in configs:
                 assert config.shared_bytes(problem) <= here.shared_bytes_per_block
-                reserved = config.shared_bytes(problem) + gemm_mma_fragments.RESERVED_BYTES
+                reserved = config.shared_bytes(problem) + RESERVED_BYTES
                 assert config.ctas_per_sm * reserved <= here.shared_bytes_per_sm
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, fields
 from typing import Any, TypeVar
 
-from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.tiling import RESERVED_BYTES, ceil_div
 from cupy_awq.runtime.device import Capability, Device
 
 HOPPER = Capability.WGMMA, Capability.TMA, Capability.CLUSTERS, Capability.DEPENDENT_LAUNCH
@@ -24,8 +24,6 @@ REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
 """The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
 SCHEDULERS = 4
 """The number of warp schedulers per SM, each with the same share of the registers."""
-RESERVED_BYTES = 1024
-"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
 CONVERSION_ROWS = 77
 """The number of rows of x whose wgmma instructions take as long as a tile's other work, such as converting weights."""
 

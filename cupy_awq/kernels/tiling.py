@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from cupy_awq.runtime.device import Device
 
 MAX_SPLITS = 64
 """The largest split-K factor."""
+RESERVED_BYTES = 1024
+"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -58,12 +65,48 @@ def stream_k_divisions(units: int, k_tiles: int, clusters: int) -> Iterator[tupl
                 yield shared, sharers, sharers if units == shared else clusters
 
 
+class Staged(Protocol):
+    """A configuration with the fields ``ctas_per_sm`` and ``stages``, which determine its shared memory."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def shared_bytes(self, problem: Any) -> int: ...
+
+
+StagedT = TypeVar("StagedT", bound=Staged)
+
+
+def with_stages(
+    shape: StagedT, ctas_per_sm: int, stages: int, problem: Any, device: Device, reserved: int = RESERVED_BYTES
+) -> StagedT | None:
+    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not.
+
+    ``ctas_per_sm`` and ``stages`` are the largest values to try; ``reserved`` bytes of each CTA have other uses.
+    """
+    for ctas in range(ctas_per_sm, 0, -1):
+        limit = min(device.shared_bytes_per_sm // ctas - reserved, device.shared_bytes_per_block)
+        for count in range(stages, 1, -1):
+            config = replace(shape, ctas_per_sm=ctas, stages=count)
+            if config.shared_bytes(problem) <= limit:
+                return config
+    return None
+
+
 class MmaStreamK:
     """The properties that configurations of mma.sync kernels with stream-K derive from their fields of these names."""
 
     block_m: int
     stream_k_units: int
     stream_k_ctas: int
+
+    @property
+    @abstractmethod
+    def block_n(self) -> int:
+        """The number of columns per CTA tile."""
+
+    def units(self, problem: Any) -> int:
+        """Return the number of CTA tiles of y."""
+        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
 
     @property
     def split_k(self) -> int:

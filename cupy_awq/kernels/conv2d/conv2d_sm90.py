@@ -32,8 +32,8 @@ from cupy_awq.kernels.conv2d.conv2d_sm90_config import (
 from cupy_awq.kernels.conv2d.conv2d_sm90_costs import estimate_us
 from cupy_awq.kernels.conv2d.problem import Convolution, ConvolutionSizes, rounded_parameters, sm90_refusal
 from cupy_awq.kernels.family import FunctionFamily, constants
-from cupy_awq.kernels.hopper import HOPPER, RESERVED_BYTES
-from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.hopper import HOPPER
+from cupy_awq.kernels.tiling import RESERVED_BYTES, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan

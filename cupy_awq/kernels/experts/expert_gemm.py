@@ -19,8 +19,8 @@ from cupy_awq.kernels.experts.problem import (
 from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
-from cupy_awq.kernels.hopper import RESERVED_BYTES, SCHEDULERS, p_norm
-from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.hopper import SCHEDULERS, p_norm
+from cupy_awq.kernels.tiling import RESERVED_BYTES, ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 from cupy_awq.runtime.rates import READ_FRACTION

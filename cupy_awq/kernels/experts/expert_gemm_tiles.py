@@ -12,17 +12,16 @@ from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.gemm.fragments import fragment_refusal
 from cupy_awq.kernels.gemm.gemm_mma_fragments import (
     COSTS,
-    RESERVED_BYTES,
+    MAX_STAGES,
     SCHEDULERS,
     GemmFragmentsConfig,
     layouts,
     maths,
     warp_cycles,
-    with_stages,
 )
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
-from cupy_awq.kernels.tiling import ceil_div
+from cupy_awq.kernels.tiling import RESERVED_BYTES, ceil_div, with_stages
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
@@ -66,7 +65,8 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsCo
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
                     shape = GemmFragmentsConfig(math, block, block, *sizes)
-                    config = with_stages(shape, layout.ctas_per_sm, unit, device, RESERVED_BYTES + 4 * block)
+                    reserved = RESERVED_BYTES + 4 * block
+                    config = with_stages(shape, layout.ctas_per_sm, MAX_STAGES, unit, device, reserved)
                     if config is not None:
                         yield config
                         break

@@ -15,7 +15,7 @@ from cupy_awq.kernels.gemm.fragments import ROUNDED_MIN_M, fragment_defines, fra
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS, INT8_FRAGMENTS, Problem
 from cupy_awq.kernels.hopper import HOPPER
-from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, next_power_of_two, stream_k_divisions
+from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, next_power_of_two, stream_k_divisions, with_stages
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -33,8 +33,6 @@ INT8_BLOCK_M = 80
 """The largest ``block_m`` for which registers hold 8-bit codes, or converted offsets, in every layout of the warps."""
 MAX_STAGES = 8
 """The largest number of pipeline stages."""
-RESERVED_BYTES = 1024
-"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
 
 Math = Literal["kExact", "kScaled"]
 
@@ -147,10 +145,6 @@ class GemmFragmentsConfig(MmaStreamK):
         """The constants of the tile and of its pipeline, which ``expert_gemm_tiles.cu`` has as well."""
         return constants(self, "math block_m weight_tiles warps_n warps_k stage_k stages pass_rows ctas_per_sm")
 
-    def units(self, problem: Problem) -> int:
-        """Return the number of CTA tiles of y."""
-        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
-
 
 def refusal(problem: Problem, device: Device) -> str | None:
     if problem.gathers_x:
@@ -197,7 +191,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
                     shape = GemmFragmentsConfig(how, block_m, x_rows, *sizes, is_async)
-                    config = with_stages(shape, layout.ctas_per_sm, problem, device)
+                    config = with_stages(shape, layout.ctas_per_sm, MAX_STAGES if is_async else 2, problem, device)
                     if config is not None:
                         yield from _divided(config, problem, device)
                     if config is not None and not problem.batch_invariant:
@@ -274,23 +268,6 @@ def _invariant_layouts(block_m: int, math: Math) -> tuple[Layout, ...]:
     if block_m <= 64 and (block_m <= 32 or math == "kScaled"):
         return Layout(1, 2, 2, 2), Layout(1, 2, 4), Layout(1, 4, 2)
     return (Layout(1, 4, 2),)
-
-
-def with_stages(
-    shape: GemmFragmentsConfig, ctas_per_sm: int, problem: Problem, device: Device, reserved: int = RESERVED_BYTES
-) -> GemmFragmentsConfig | None:
-    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not.
-
-    ``reserved`` bytes of each CTA have other uses.
-    """
-    most = MAX_STAGES if shape.is_async else 2
-    for ctas in range(ctas_per_sm, 0, -1):
-        limit = min(device.shared_bytes_per_sm // ctas - reserved, device.shared_bytes_per_block)
-        stages = min(most, limit // (shape.warps_k * shape.stage_bytes(problem)))
-        config = replace(shape, ctas_per_sm=ctas, stages=stages)
-        if stages >= 2 and config.shared_bytes(problem) <= limit:
-            return config
-    return None
 
 
 def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:

@@ -14,7 +14,7 @@ from cupy_awq.kernels.family import FunctionFamily, Workspace, constants
 from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import packed_refusal, prepare_weight, weight_tile_bytes
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem
-from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, stream_k_divisions
+from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, stream_k_divisions, with_stages
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -30,8 +30,6 @@ TRIPLE_BLOCK_M = 48
 """The largest ``block_m`` for which registers hold three CTAs of four warps per SM."""
 MAX_STAGES = 4
 """The largest number of pipeline stages."""
-RESERVED_BYTES = 1024
-"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
 MMA_PRODUCTS = 16 * 8 * 32
 """The number of multiply-adds of an mma."""
 SCHEDULERS = 4
@@ -105,10 +103,6 @@ class GemmW4A8MmaConfig(MmaStreamK):
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         return max(self.stages * self.stage_bytes(problem), self.pass_rows * (self.block_n + 4) * 4)
 
-    def units(self, problem: Int8Problem) -> int:
-        """Return the number of CTA tiles of y."""
-        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
-
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
     reason = device.refusal([Capability.MMA_INT8_M8N8K16, Capability.LDMATRIX])
@@ -133,7 +127,7 @@ def _configs(problem: Int8Problem, device: Device) -> Iterator[GemmW4A8MmaConfig
     for block_m in _heights(problem.m):
         for warps_n, most in ((8, 1), (4, 3 if block_m <= TRIPLE_BLOCK_M else 2)):
             shape = GemmW4A8MmaConfig(block_m, warps_n, 1, is_async)
-            config = _with_stages(shape, most, problem, device)
+            config = with_stages(shape, most, MAX_STAGES if is_async else 2, problem, device)
             if config is not None:
                 yield from _divided(config, problem, device)
 
@@ -146,20 +140,6 @@ def _heights(m: int) -> list[int]:
     """
     low = MIN_BLOCK_M if m <= MAX_BLOCK_M else 32
     return [h for h in range(low, MAX_BLOCK_M + 1, 8) if h == low or ceil_div(m, h) < ceil_div(m, h - 8)]
-
-
-def _with_stages(
-    shape: GemmW4A8MmaConfig, ctas_per_sm: int, problem: Int8Problem, device: Device
-) -> GemmW4A8MmaConfig | None:
-    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not."""
-    for ctas in range(ctas_per_sm, 0, -1):
-        limit = min(device.shared_bytes_per_sm // ctas - RESERVED_BYTES, device.shared_bytes_per_block)
-        most = MAX_STAGES if shape.is_async else 2
-        for stages in range(most, 1, -1):
-            config = replace(shape, ctas_per_sm=ctas, stages=stages)
-            if config.shared_bytes(problem) <= limit:
-                return config
-    return None
 
 
 def _divided(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) -> Iterator[GemmW4A8MmaConfig]:
