@@ -123,7 +123,17 @@ SEEDS = {
         "(tile.n_block * C::kBlockN + warp * 32) / 64", OUTSIDE,
     ),
     "a warp copies the codes of its neighbour": (HEADER, "warp % 2 * 1024;", "0;", VALUES),
-    "a chunk with a row of x is skipped": (HEADER, "rows <= first * 8", "rows <= first * 8 + 8", VALUES),
+    "a chunk with a row of x is not scaled": (
+        HEADER, "rows <= first_tile(CHUNK - 1)", "rows <= first_tile(CHUNK)", VALUES,
+    ),
+    "products overwrite those of the chunk before": (
+        HEADER, "sums)[4] = products[chunk % 2]", "sums)[4] = products[0]", VALUES,
+    ),
+    "the first half of x is that of the chunk before": (HEADER, "load_x(chunk + 1, 0)", "load_x(chunk, 0)", VALUES),
+    "the products of the last chunk are not scaled": (
+        HEADER, "if constexpr (CHUNK > 0) scale", "if constexpr (CHUNK > 0 && CHUNK < C::kChunks) scale", VALUES,
+    ),
+    "products begin with those of the k tile before": (HEADER, "step == 0 ? magic", "step < 0 ? magic", VALUES),
     "the scale of the next block is late by a k tile": (
         HEADER, "if (--block_left_ == 0)", "if (--block_left_ < 0)", VALUES,
     ),

@@ -58,16 +58,21 @@ __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   ptx::mma_m16n8k32_e4m3(c, a, b0, b1);
 }
-__device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                    const int32_t (&c)[4]) {
   if constexpr (__CUDA_ARCH__ >= 800) {
-    ptx::mma_m16n8k32_s8(c, a, b0, b1);
+    ptx::mma_m16n8k32_s8(d, a, b0, b1, c);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      ptx::mma_m8n8k16_s8(c[half * 2], c[half * 2 + 1], a[half], b0);
-      ptx::mma_m8n8k16_s8(c[half * 2], c[half * 2 + 1], a[half + 2], b1);
+      for (int i = half * 2; i < half * 2 + 2; ++i) d[i] = c[i];
+      ptx::mma_m8n8k16_s8(d[half * 2], d[half * 2 + 1], a[half], b0);
+      ptx::mma_m8n8k16_s8(d[half * 2], d[half * 2 + 1], a[half + 2], b1);
     }
   }
+}
+__device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma(c, a, b0, b1, c);
 }
 
 // kMagicBits are the bits of the float32 1.5 * 2^23. If an int32 sum of magnitude below 2^22 is accumulated on top of

@@ -20,8 +20,8 @@
 //
 // The kernel computes y^T = W^T x^T, as gemm_mma_fragments does: a warp computes 32 columns of the CTA tile and
 // converts their weights (operand A, q - z) in registers once per k tile, for all BLOCK_M rows of x (operand B,
-// ldmatrix). The int32 products of a k tile are accumulated for up to 24 rows at a time, then scaled and added to
-// float32 accumulators, while another warp of the scheduler keeps the tensor cores busy.
+// ldmatrix). The int32 products of a k tile are accumulated for 16 rows at a time, then scaled and added to float32
+// accumulators while the tensor cores compute those of the next 16 rows, whose x is loaded before.
 #include "int8/gemm_w4a8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= (ASYNC ? 800 : 750), "gemm_w4a8_mma needs sm_75, and sm_80 for cp.async");
@@ -50,6 +50,9 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
   extern __shared__ __align__(128) uint8_t memory[];
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   float* const shared_accumulators = reinterpret_cast<float*>(memory);
+  // kMagicBits in four registers, which ptxas would otherwise set again for each product: no size is negative.
+  const int32_t magic[4] = {kMagicBits + (m >> 31), kMagicBits + (n >> 31), kMagicBits + (k >> 31),
+                            kMagicBits + (block_size >> 31)};
   const Output<C> output{{bias, nullptr, low, high, n, 0}, {}, y, partials, nullptr, m, n, ldy};
   C::Scheduler scheduler(ceil_div(m, C::kBlockM), ceil_div(n, C::kBlockN), ceil_div(k, C::kBlockK), stream_k_units,
                          stream_k_ctas);
@@ -60,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
     Accumulators<C> accumulators = {};
     StageCopies<C> copies(thread, xq, weight, x_scale, tile, scheduler.k_tile_begin, ring, ptx::opaque(m),
                           ptx::opaque(n), ptx::opaque(k), block_size);
-    run_main_loop<C>(accumulators, copies, thread, ptx::opaque(m) - tile.m_block * C::kBlockM, ring,
+    run_main_loop<C>(accumulators, copies, magic, thread, ptx::opaque(m) - tile.m_block * C::kBlockM, ring,
                      scheduler.k_tile_end - scheduler.k_tile_begin);
     uint32_t* const counter = counters + scheduler.unit;
     if (C::kStreamK && scheduler.adds_partial_sums() && threadIdx.x == 0) {

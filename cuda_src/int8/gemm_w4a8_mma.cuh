@@ -17,9 +17,8 @@ template <class Host> struct GemmW4A8Mma : Host {
   static constexpr int kCtaSums = Host::kBlockM * kBlockN;  // number of partial sums of a CTA
   static constexpr int kM8Tiles = Host::kBlockM / 8;
   static constexpr int kN16Tiles = 2;  // number of mma tiles of 16 columns per warp
-  // The largest number of m8 tiles whose products a warp accumulates at a time. With more of them, fewer warps per
-  // scheduler hide the latency of the four mma in a row of each.
-  static constexpr int kChunkTiles = Host::kCtasPerSm > 2 ? 2 : 3;
+  // The largest number of m8 tiles whose products a warp accumulates at a time. There are no registers for three.
+  static constexpr int kChunkTiles = 2;
   static constexpr int kChunks = ceil_div(kM8Tiles, kChunkTiles);
   // The shape that Output and store_accumulators read: one slice of K, with 32 columns per warp.
   static constexpr int kSlices = 1, kWarpColumns = 1;
@@ -136,30 +135,108 @@ template <class C> class StageCopies {
   int block_k_tiles_, block_left_;
 };
 
-// Adds the products of rows 8 `tile` .. 8 `tile` + 7, multiplied by the scales, to the accumulators.
-template <class C>
-__device__ __forceinline__ void add_products(Accumulators<C>& accumulators, const int32_t (&products)[2][4],
-                                             const W4A8Columns<C> (&columns)[2], const float* x_scale, int tile) {
-  Vector<float, 2> x_scales;
-  load<true>(x_scales, x_scale + tile * 8);
+// The operands of a k tile, and the products of two chunks of rows: those of a chunk are scaled while the tensor cores
+// compute those of the next one.
+template <class C> struct KTile {
+  static constexpr int kSteps = C::kBlockK / C::kStepK;
+
+  uint32_t a[2][kSteps][4];  // the weights
+  W4A8Columns<C> columns[2];
+  uint32_t x;                        // the shared address of x, as ldmatrix takes it
+  const float* x_scale;              // those of the lane's first two rows
+  uint32_t b[2][C::kChunkTiles][4];  // [64 k] of the rows of x of a chunk
+  int32_t products[2][C::kChunkTiles][2][4];
+
+  static __device__ constexpr int first_tile(int chunk) { return chunk * C::kM8Tiles / C::kChunks; }
+
+  // Loads and converts the weights of a warp, which begin at the shared address `weight`.
+  __device__ __forceinline__ void load_weight(uint32_t weight) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t scales = weight + 2048 + lane / 4 * (C::kColumnScaleBytes / 16);
+    const uint32_t zeros = weight + 2048 + C::kColumnScaleBytes + lane / 4 * 2;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
+      columns[i].load_shared(scales + i * (C::kColumnScaleBytes / 2), zeros + i * 16);
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      float& sum = accumulators[i][tile][v];
-      const float scale = columns[i].scales[v / 2];
-      // A 16-bit scale times kMagic is exact, so that fma replaces a subtraction and a multiplication.
-      const float scaled = sizeof(typename C::Scale) == 2 ? fmaf(__int_as_float(products[i][v]), scale, -kMagic * scale)
-                                                          : magic_to_float(products[i][v]) * scale;
-      sum = fmaf(scaled, x_scales.values[v % 2], sum);
+      for (int k64 = 0; k64 < 2; ++k64) {
+        uint32_t words[4];
+        ptx::ld_shared(words, weight + k64 * 1024 + i * 512 + lane * 16);
+        columns[i].convert(a[i][k64 * 2], words);
+        columns[i].convert(a[i][k64 * 2 + 1], words + 2);
+      }
     }
   }
-}
+
+  // Adds the products of chunk CHUNK and of the later ones, as far as they have some of the tile's `rows`; those of one
+  // chunk more are computed and dropped.
+  template <int CHUNK = 0>
+  __device__ __forceinline__ void add_products(Accumulators<C>& accumulators, const int32_t (&magic)[4], int rows) {
+    if constexpr (CHUNK < C::kChunks) {
+      // The branch also keeps ptxas from loading the x of later chunks early, for which there are no registers.
+      if (CHUNK > 1 && rows <= first_tile(CHUNK - 1) * 8) return;
+      multiply(CHUNK, magic);
+    }
+    if constexpr (CHUNK > 0) scale(CHUNK - 1, accumulators);
+    if constexpr (CHUNK < C::kChunks) add_products<CHUNK + 1>(accumulators, magic, rows);
+  }
+
+  // Loads 64 k of the rows of x of a chunk.
+  __device__ __forceinline__ void load_x(int chunk, int k64) {
+    const int first = first_tile(chunk), tiles = first_tile(chunk + 1) - first;
+#pragma unroll
+    for (int j = 0; j < tiles; ++j) ptx::ldmatrix_x4(b[k64][j], (x ^ k64 * 64) + (first + j) * (8 * C::kBlockK));
+  }
+
+ private:
+  // Computes the products of a chunk, of which the first 64 k of x are loaded, and loads those of the next chunk.
+  __device__ __forceinline__ void multiply(int chunk, const int32_t (&magic)[4]) {
+    const int tiles = first_tile(chunk + 1) - first_tile(chunk);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == 0) load_x(chunk, 1);
+      if (step == 2 && chunk + 1 < C::kChunks) load_x(chunk + 1, 0);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < tiles; ++j) {
+          int32_t (&sums)[4] = products[chunk % 2][j][i];
+          const uint32_t (&x64)[4] = b[step / 2][j];
+          const int32_t (&addend)[4] = step == 0 ? magic : static_cast<const int32_t (&)[4]>(sums);
+          mma(sums, a[i][step], x64[step % 2 * 2], x64[step % 2 * 2 + 1], addend);
+        }
+      }
+    }
+  }
+
+  // Adds the products of a chunk, multiplied by the scales, to the accumulators.
+  __device__ __forceinline__ void scale(int chunk, Accumulators<C>& accumulators) const {
+    const int first = first_tile(chunk), tiles = first_tile(chunk + 1) - first;
+#pragma unroll
+    for (int j = 0; j < tiles; ++j) {
+      Vector<float, 2> x_scales;
+      load<true>(x_scales, x_scale + (first + j) * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          float& sum = accumulators[i][first + j][v];
+          const int32_t product = products[chunk % 2][j][i][v];
+          const float scale = columns[i].scales[v / 2];
+          // A 16-bit scale times kMagic is exact, so that fma replaces a subtraction and a multiplication.
+          const float scaled = sizeof(typename C::Scale) == 2 ? fmaf(__int_as_float(product), scale, -kMagic * scale)
+                                                              : magic_to_float(product) * scale;
+          sum = fmaf(scaled, x_scales.values[v % 2], sum);
+        }
+      }
+    }
+  }
+};
 
 // Adds the products of `k_tiles` k tiles to the accumulators of a tile, of which x has `rows` rows from the first on.
+// `magic` is kMagicBits four times, in values that the compiler does not know.
 template <class C> __device__ __forceinline__ void run_main_loop(Accumulators<C>& accumulators, StageCopies<C>& copies,
-                                                                 int thread, int rows, uint32_t ring, int k_tiles) {
-  constexpr int kSteps = C::kBlockK / C::kStepK;
+                                                                 const int32_t (&magic)[4], int thread, int rows,
+                                                                 uint32_t ring, int k_tiles) {
   const typename C::Copies waits;
   const int lane = thread % 32;
   const uint32_t weight = ring + C::kXBytes + uniform(thread / 32) * C::kWarpBytes;
@@ -179,54 +256,14 @@ template <class C> __device__ __forceinline__ void run_main_loop(Accumulators<C>
     // The k tile has landed, and all warps have read the stage of the preceding one, which is refilled.
     __syncthreads();
     const uint32_t stage = stage_idx * C::kStageBytes;
-    uint32_t a[2][kSteps][4];
-    W4A8Columns<C> columns[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t scales =
-          weight + stage + 2048 + i * (C::kColumnScaleBytes / 2) + lane / 4 * (C::kColumnScaleBytes / 16);
-      columns[i].load_shared(scales, weight + stage + 2048 + C::kColumnScaleBytes + i * 16 + lane / 4 * 2);
-#pragma unroll
-      for (int k64 = 0; k64 < 2; ++k64) {
-        uint32_t words[4];
-        ptx::ld_shared(words, weight + stage + k64 * 1024 + i * 512 + lane * 16);
-        columns[i].convert(a[i][k64 * 2], words);
-        columns[i].convert(a[i][k64 * 2 + 1], words + 2);
-      }
-    }
+    KTile<C> operands;
+    operands.x = x + stage;
+    operands.load_x(0, 0);
+    operands.load_weight(weight + stage);
     if (k_tile + C::kStages - 1 < k_tiles) copies.start(stage_idx == 0 ? C::kStages - 1 : stage_idx - 1);
     waits.commit();
-    const auto* x_scale = reinterpret_cast<const float*>(memory + stage + C::kXScale) + lane % 4 * 2;
-    for_each_constant<C::kChunks>([&](int chunk) {
-      const int first = chunk * C::kM8Tiles / C::kChunks, tiles = (chunk + 1) * C::kM8Tiles / C::kChunks - first;
-      // Tiles without a row of x are skipped. The branch also keeps ptxas from loading the x of later chunks early, for
-      // which there are no registers.
-      if (chunk > 0 && rows <= first * 8) return;
-      int32_t products[C::kChunkTiles][2][4];
-#pragma unroll
-      for (int j = 0; j < tiles; ++j) {
-#pragma unroll
-        for (int v = 0; v < 8; ++v) products[j][v / 4][v % 4] = kMagicBits;
-      }
-#pragma unroll
-      for (int k64 = 0; k64 < 2; ++k64) {
-        uint32_t b[C::kChunkTiles][4];
-#pragma unroll
-        for (int j = 0; j < tiles; ++j) {
-          ptx::ldmatrix_x4(b[j], (x ^ k64 * 64) + stage + (first + j) * (8 * C::kBlockK));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int j = 0; j < tiles; ++j) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) mma(products[j][i], a[i][k64 * 2 + half], b[j][half * 2], b[j][half * 2 + 1]);
-          }
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < tiles; ++j) add_products<C>(accumulators, products[j], columns, x_scale, first + j);
-    });
+    operands.x_scale = reinterpret_cast<const float*>(memory + stage + C::kXScale) + lane % 4 * 2;
+    operands.add_products(accumulators, magic, rows);
     stage_idx = stage_idx + 1 == C::kStages ? 0 : stage_idx + 1;
   }
 }

@@ -17,12 +17,13 @@ __device__ __forceinline__ void mma_m8n8k16_s8(int& c0, int& c1, unsigned a, uns
       : "r"(a), "r"(b));
 }
 
-// mma.m16n8k32 with int8: computes c += a * b; sm_80 and newer.
-__device__ __forceinline__ void mma_m16n8k32_s8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+// mma.m16n8k32 with int8: computes d = a * b + c; sm_80 and newer.
+__device__ __forceinline__ void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                                                const int (&c)[4]) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
 }

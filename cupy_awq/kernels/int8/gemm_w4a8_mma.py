@@ -26,7 +26,7 @@ MIN_BLOCK_M = 16
 """The smallest number of rows per CTA tile."""
 MAX_BLOCK_M = 128
 """The largest number of rows per CTA tile."""
-TRIPLE_BLOCK_M = 48
+TRIPLE_BLOCK_M = 40
 """The largest ``block_m`` for which registers hold three CTAs of four warps per SM."""
 MAX_STAGES = 4
 """The largest number of pipeline stages."""
