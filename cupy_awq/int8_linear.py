@@ -10,7 +10,7 @@ from cupy_awq.array_types import AnyActivation
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.gemm_layer import GemmLayer
-from cupy_awq.ops.int8_weight import Int8Weight, pack_int8
+from cupy_awq.ops.int8_weight import Int8Weight, pack_int8, synchronize
 from cupy_awq.runtime import arrays
 
 
@@ -121,4 +121,5 @@ def _restored(
     layer._operand = Int8Weight(spec, *parts, **fields)
     layer._bias, layer._activation, layer._batch_invariant, layer._order = bias, activation, invariant, None
     layer._prepare()
+    synchronize(spec.device)
     return layer

@@ -344,6 +344,11 @@ def tiles(file: str, old: str, new: str, caught: tuple[str, str] = VALUES, dtype
     return Seed("gemm_mma_fragments", 80, file, old, new, caught, replace(FEW, dtype=dtype, scales_dtype=dtype))
 
 
+def dependent(old: str, new: str, caught: tuple[str, str]) -> Seed:
+    """Return a bug to plant in a dependent launch of the tensor-core kernel (PDL)."""
+    return replace(tiles(LOOP, old, new, caught), arch=90)
+
+
 def rows(old: str, new: str, caught: tuple[str, str] = VALUES) -> Seed:
     """Return a bug to plant in the kernel on CUDA cores."""
     return Seed("gemm_w8a16_simt", 80, FALLBACK, old, new, caught, ROWS)
@@ -352,6 +357,15 @@ def rows(old: str, new: str, caught: tuple[str, str] = VALUES) -> Seed:
 SEEDS = {
     "words of the wrong step of 16 k": tiles(LOOP, "step % 2 * 2;", "(step + 1) % 2 * 2;"),
     "codes of the wrong 32 k": tiles(LOOP, "[step / 2 % 2].values", "[0].values"),
+    "the launch before is not waited for": dependent("      ptx::griddepcontrol_wait();\n", "", ("early", "early")),
+    "x is copied before the launch before has written it": dependent(
+        "fill<0, false, true>(copies, weight", "fill<0, true, true>(copies, weight", ("race", "early")
+    ),
+    "the weight of the first stages is not copied": dependent(
+        "fill<0, false, true>(copies, weight",
+        "fill<0, false, true>(copies, 0 * weight",
+        ("uninitialised", "uninitialised"),
+    ),
     "one vector of codes is loaded twice": tiles(LOOP, "* C::kCodeVectors + v) * 512", "* C::kCodeVectors) * 512"),
     "groups where those of 4-bit codes are": tiles(COPIES, "C::kTileCodeBytes + (", "kCodeBytes + ("),
     "the scale of the other column": tiles(LAYOUT, "= scale<1>(pairs[1])", "= scale<0>(pairs[1])"),

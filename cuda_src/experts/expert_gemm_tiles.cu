@@ -26,6 +26,7 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
                 FusionOptions<false, false, false> {
   using T = X;  // type of x and y
   static constexpr bool kAligned = true, kAsync = true, kStreamK = false;
+  static constexpr bool kDependent = false;  // the kernel waits for the preceding one before it copies
   static constexpr Math kMath = Math::MATH;
   static constexpr int kBlockM = BLOCK_M, kXRows = BLOCK_M;
   static constexpr int kWarpColumns = WEIGHT_TILES;  // number of tile columns (32 columns of y each) per warp

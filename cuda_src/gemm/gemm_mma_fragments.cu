@@ -17,6 +17,9 @@
 //   h ... eps      with ADD_TO_STREAM or RMS_NORM_X: see residual_stream.cuh
 //   next_weight ...  with ADD_TO_STREAM or RMS_NORM_X: see next_weight.cuh
 //
+// PDL (DEPENDENT = 1, sm_90 and newer): CTAs copy the weight of their first stages before they wait for the preceding
+// kernel.
+//
 // Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0); sm_75 and newer, with ASYNC = 1 or bfloat16 sm_80 and newer.
 // ALIGNED = 1 requires that the rows of y and of the residual start at multiples of 16 bytes.
 //
@@ -47,6 +50,7 @@ struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS, BITS>,
   static constexpr bool kAligned = ALIGNED;
   // Whether cp.async copies to shared memory; otherwise threads copy through registers.
   static constexpr bool kAsync = ASYNC;
+  static constexpr bool kDependent = DEPENDENT;  // whether the launch is a dependent one (PDL)
   static constexpr Math kMath = Math::MATH;
   static constexpr int kBlockM = BLOCK_M;
   static constexpr int kXRows = X_ROWS;              // number of rows of x per stage, less than BLOCK_M for few rows
@@ -118,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
                        uint32_t* counters, FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const X* x, int m, int n, int k,
                        int ldr, int ldy, int ldx, int stream_k_units, int stream_k_ctas, float low, float high,
                        float scale_factor, float result_factor, float eps NEXT_WEIGHT_SCALARS) {
+  if constexpr (Kernel::kDependent) ptx::griddepcontrol_launch_dependents();
   const Output<Kernel> output{
       {bias, residual, low, high, n, ldr}, {FUSION_ARGUMENTS, eps}, y, partials, nullptr, m, n, ldy};
   gemm_mma_fragments_tiles(weight, x, ldx, k, counters, stream_k_units, stream_k_ctas, scale_factor, result_factor,

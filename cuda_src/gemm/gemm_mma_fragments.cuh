@@ -48,6 +48,7 @@ template <class Host> struct GemmMmaFragments : Host {
   static_assert(kScalesWeight || (Host::kBits == 4 && Host::kZeros != Zeros::kOffset),
                 "8-bit codes are scaled, and offsets added, before the product");
   static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");
+  static_assert(Host::kAsync || !Host::kDependent, "a dependent launch copies by cp.async");
   static_assert(Host::kAsync || Host::kStages == 2, "copies through registers fill the other one of two stages");
   static_assert(!Host::kAddsToStream || (!Host::kGated && !Host::kHasResidual && Host::kAligned),
                 "only a plain, aligned y can be added to the residual stream");

@@ -45,14 +45,14 @@ template <class C> class Copies {
     x_target_ = thread / 8 * 128 + (thread % 8 ^ swizzle_bits(thread / 8 % C::kXRows)) * 16;
   }
 
-  // Starts the copies of the next stage, part PART of a weight tile, into stage `stage_idx`. The copies of a stage are
-  // one group of cp.async.
-  template <int PART> __device__ __forceinline__ void start(int stage_idx) {
+  // Starts the copies of the next stage, part PART of a weight tile, into stage `stage_idx`: of x, of the weight, or of
+  // both.
+  template <int PART, bool kX = true, bool kWeight = true> __device__ __forceinline__ void start(int stage_idx) {
     const uint32_t stage = ring_ + stage_idx * C::kStageBytes;
-    for_each<PART>([&](int, uint32_t target, const uint8_t* source, bool is_valid) {
+    for_each<PART, kX, kWeight>([&](int, uint32_t target, const uint8_t* source, bool is_valid) {
       ptx::cp_async_16(stage + target, source, is_valid ? 16 : 0);
     });
-    advance<PART>();
+    advance<PART, kX, kWeight>();
   }
 
   // Loads the next stage, part PART of a weight tile, into registers.
@@ -84,9 +84,10 @@ template <class C> class Copies {
 
   // Calls copy(i, target, source, is_valid) for the i-th vector of 16 bytes of a stage that this thread copies.
   // `target` is relative to the stage; the vector is zero if it is not valid.
-  template <int PART, class Copy> __device__ __forceinline__ void for_each(const Copy& copy) const {
+  template <int PART, bool kX = true, bool kWeight = true, class Copy>
+  __device__ __forceinline__ void for_each(const Copy& copy) const {
 #pragma unroll
-    for (int i = 0; i < kXPasses; ++i) {
+    for (int i = 0; i < (kX ? kXPasses : 0); ++i) {
       const int first = i * C::kSliceThreads;
       if (first + C::kSliceThreads > kXChunks && first + thread_in_slice() >= kXChunks) continue;
       // The last weight tile may be longer than K; zeros fill it.
@@ -96,7 +97,7 @@ template <class C> class Copies {
       copy(i, target + first / 8 * 128, x_ + x_offsets_[i] + PART * 128, (PART * C::kK64Parts + k64) * 64 < k_left_);
     }
 #pragma unroll
-    for (int column = 0; column < C::kWarpColumns; ++column) {
+    for (int column = 0; column < (kWeight ? C::kWarpColumns : 0); ++column) {
       const int first = kXPasses + column * (kCodeVectors + kGroupVectors);
       const uint32_t target = weight_target_ + column * C::kPartBytes;
       const uint8_t* source = weight_ + weight_offsets_[column];
@@ -114,12 +115,11 @@ template <class C> class Copies {
   }
 
   // Moves on to the next weight tile (128 k) after the last part of the current one.
-  template <int PART> __device__ __forceinline__ void advance() {
-    if constexpr (PART + 1 == C::kParts) {
-      x_ += C::kSlices * kWeightTileK * sizeof(T);
-      weight_ += C::kSlices * C::kWeightTileBytes;
-      k_left_ -= C::kSlices * kWeightTileK;
-    }
+  template <int PART, bool kX = true, bool kWeight = true> __device__ __forceinline__ void advance() {
+    if constexpr (PART + 1 < C::kParts) return;
+    if constexpr (kX) x_ += C::kSlices * kWeightTileK * sizeof(T);
+    if constexpr (kWeight) weight_ += C::kSlices * C::kWeightTileBytes;
+    if constexpr (kX) k_left_ -= C::kSlices * kWeightTileK;
   }
 
   uint32_t ring_;

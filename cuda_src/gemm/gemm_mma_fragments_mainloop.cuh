@@ -5,6 +5,7 @@
 
 #include "gemm/gemm_mma_fragments_copies.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/ldmatrix.cuh"
 
 // Synchronizes the warps of one slice of K by a named barrier, or by __syncwarp if a slice is one warp.
@@ -70,9 +71,14 @@ template <class C> class MainLoop {
     x_ = ring + row * 128 + (chunk ^ swizzle_bits(row)) * 16;
   }
 
-  // Starts the copies of the first stages of the slice's `weight_tiles` weight tiles.
+  // Starts the copies of the first stages of the slice's `weight_tiles` weight tiles. In a dependent launch, those of
+  // the weight start before the preceding kernel has finished, which may write x.
   __device__ __forceinline__ void begin(Copies<C>& copies, int weight_tiles) {
-    if constexpr (C::kAsync) {
+    if constexpr (C::kDependent) {
+      fill<0, false, true>(copies, weight_tiles * C::kParts);
+      ptx::griddepcontrol_wait();
+      fill<0, true, false>(copies, weight_tiles * C::kParts);
+    } else if constexpr (C::kAsync) {
       fill<0>(copies, weight_tiles * C::kParts);
     } else {
       if (weight_tiles > 0) copies.template load_next<0>();
@@ -103,12 +109,14 @@ template <class C> class MainLoop {
   }
 
  private:
-  // Starts the copies of the first stages. The copies of a stage are one group of cp.async, which may be empty.
-  template <int INDEX> static __device__ __forceinline__ void fill(Copies<C>& copies, int stages) {
+  // Starts the copies of the first stages: of x, of the weight, or of both. The copies of a stage are one group of
+  // cp.async, which may be empty; copies of the weight alone join the first group.
+  template <int INDEX, bool kX = true, bool kWeight = true>
+  static __device__ __forceinline__ void fill(Copies<C>& copies, int stages) {
     if constexpr (INDEX < C::kStages) {
-      if (INDEX < stages) copies.template start<INDEX % C::kParts>(INDEX);
-      ptx::cp_async_commit_group();
-      fill<INDEX + 1>(copies, stages);
+      if (INDEX < stages) copies.template start<INDEX % C::kParts, kX, kWeight>(INDEX);
+      if constexpr (kX) ptx::cp_async_commit_group();
+      fill<INDEX + 1, kX, kWeight>(copies, stages);
     }
   }
   // Multiplies stage `index`, which is part PART of a weight tile and lies at `stage_idx` of the ring, from turn TURN

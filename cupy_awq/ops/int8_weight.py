@@ -52,8 +52,7 @@ class Int8Weight(RepackedWeight):
 def pack_int8(weight: BlockQuantizedWeight, dtype: np.dtype[Any], gated: bool) -> Int8Weight:
     """Return an 8-bit weight [N, 1, 1, K] for x of ``dtype``, in the fragment layout if kernels of its GPU read it.
 
-    Scales and offsets are rounded to ``dtype``. On a GPU, the function synchronizes the current stream, because other
-    streams may read the weight.
+    Scales and offsets are rounded to ``dtype``. On a GPU, the function synchronizes the current stream.
     """
     n, _, _, k = weight.shape
     zeros = "symmetric" if weight.offset is None else "float"
@@ -61,8 +60,6 @@ def pack_int8(weight: BlockQuantizedWeight, dtype: np.dtype[Any], gated: bool) -
     codes = weight.stored.reshape(n, k)
     if weight.device == HOST:
         return Int8Weight(spec, codes, *_rounded(weight, dtype))
-    import cupy
-
     form = k, spec.group_size, dtype.name, dtype.name, zeros
     problem = Problem(1, n, *form, gated=gated, layouts=(INT8_FRAGMENTS,))
     with placement.use_device(weight.device):
@@ -72,8 +69,17 @@ def pack_int8(weight: BlockQuantizedWeight, dtype: np.dtype[Any], gated: bool) -
             if not codes.flags.c_contiguous or codes.data.ptr % 16:
                 codes = codes.copy(order="C")
             packed = Int8Weight(spec, codes, *_rounded(weight, dtype))
-        cupy.cuda.get_current_stream().synchronize()
+    synchronize(weight.device)
     return packed
+
+
+def synchronize(index: int) -> None:
+    """Wait for the current stream of a GPU: kernels read a weight before the preceding kernel finishes (PDL)."""
+    if index != HOST:
+        import cupy
+
+        with placement.use_device(index):
+            cupy.cuda.get_current_stream().synchronize()
 
 
 def _rounded(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> list[Array | None]:

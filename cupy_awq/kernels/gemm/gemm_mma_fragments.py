@@ -287,12 +287,15 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
     """Return the launch plan.
 
     The buffers are weight (`FragmentLayout`), bias, residual, y, partials, counters, x and, with a fusion,
-    `Fusion.buffers` and ``next_weight``.
+    `Fusion.buffers` and ``next_weight``. The launch of a few rows of x on an 8-bit weight is dependent (PDL).
     """
+    dependent = problem.bits == 8 and problem.m <= FEW_ROWS and not problem.fusion
+    dependent &= device.has(Capability.DEPENDENT_LAUNCH)
     defines: tuple[tuple[str, int | str], ...] = (
         *fragment_defines(problem),
         *config.defines,
         ("ASYNC", int(config.is_async)),
+        ("DEPENDENT", int(dependent)),
         ("X_ROWS", config.x_rows),
         ("BITS", problem.bits),
         ("STREAM_K", int(config.stream_k_units > 0)),
@@ -318,6 +321,7 @@ def plan(config: GemmFragmentsConfig, problem: Problem, device: Device) -> Launc
         (config.threads, 1, 1),
         ("weight", "bias", "residual", "y", "partials", "counters", *fusion_buffers, "x", *scalars),
         config.shared_bytes(problem),
+        dependent=dependent,
     )
 
 
