@@ -26,4 +26,9 @@ __device__ __forceinline__ void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
+// The same with d = c.
+__device__ __forceinline__ void mma_m16n8k32_s8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  mma_m16n8k32_s8(c, a, b0, b1, c);
+}
+
 }
