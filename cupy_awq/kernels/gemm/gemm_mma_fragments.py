@@ -214,10 +214,10 @@ def converts_offsets(problem: Problem) -> bool:
 
 
 def _heights(m: int, math: Math, most: int, step: int = 8) -> list[int]:
-    """Return the values of ``block_m`` to try, up to ``most``: those that divide M evenly, multiples of ``step``.
+    """Return the values of ``block_m`` to try, multiples of ``step`` up to ``most``: the smallest per number of tiles.
 
     >>> _heights(5, "kExact", 128), _heights(40, "kScaled", 128), _heights(200, "kScaled", 128)
-    ([8], [16, 24, 40], [64, 80, 112])
+    ([8], [16, 24, 40], [48, 64, 80, 112])
     """
     if m <= FEW_ROWS:
         return [ceil_div(m, 8) * 8]
@@ -225,8 +225,7 @@ def _heights(m: int, math: Math, most: int, step: int = 8) -> list[int]:
         return sorted({max(16, ceil_div(m, tiles * step) * step) for tiles in (1, 2, 3)})
     if math == "kExact":
         return [64]
-    fewest = ceil_div(m, most)
-    return sorted({64, *(ceil_div(m, tiles * 16) * 16 for tiles in range(fewest, fewest + 3))})
+    return [h for h in range(48, most + 1, 16) if h == 48 or ceil_div(m, h) < ceil_div(m, h - 16)]
 
 
 class Layout(NamedTuple):
