@@ -89,6 +89,7 @@ __device__ __forceinline__ void gemm_mma_fragments_tiles(const uint8_t* weight, 
     MainLoop<C> loop(ring, slice, scale_factor);
     const int weight_tiles = ceil_div(scheduler.k_tile_end - scheduler.k_tile_begin - slice, C::kSlices);
     loop.begin(copies, weight_tiles);
+    if constexpr (C::kAddsToStream) output.prefetch(tile);
     if constexpr (C::kRmsNormsX) {
       const bool writes = tile.n_block == 0 && scheduler.has_last_k_tile();
       output.stream.template make_factors<C::kBlockM, C::kThreads / 32>(factors, uniform_warp(), row_begin, output.m, k,

@@ -55,6 +55,16 @@ template <class C> struct Output {
   // Returns the number of columns of y.
   __device__ __forceinline__ int n_out() const { return C::kGated ? n / 2 : n; }
 
+  // With kAddsToStream, prefetches what the epilogue of a tile reads: after the weights of a decoder, it is not in L2.
+  __device__ __forceinline__ void prefetch(const TileCoordinates& tile) const {
+    constexpr int kLineColumns = 32;  // columns of h, or of the norm weight, per cache line
+    constexpr int kRowLines = C::kBlockN / kLineColumns;
+    const int rows = min(C::kBlockM, m - tile.m_block * C::kBlockM);
+    for (int i = threadIdx.x; i < rows * kRowLines; i += C::kThreads) {
+      const int column = tile.n_block * C::kBlockN + i % kRowLines * kLineColumns;
+      if (column < n) stream.prefetch(tile.m_block * C::kBlockM + i / kRowLines, column, n);
+    }
+  }
   // Sums and stores rows `first` .. `first` + kPassRows - 1 of the tile, whose accumulators are in shared memory.
   __device__ __forceinline__ void store_pass(const float* accumulators, const typename C::Scheduler& scheduler,
                                              const TileCoordinates& tile, int first) const {
