@@ -179,7 +179,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
     most = 128 if is_async else STAGED_BLOCK_M
     if converts_offsets(problem) or (problem.bits == 8 and (problem.batch_invariant or not is_async)):
         most = INT8_BLOCK_M
-    for how in maths(problem):
+    # Without cp.async, registers of the sums of a group and of the copies would spill.
+    for how in maths(problem) if is_async or problem.batch_invariant else maths(problem)[-1:]:
         for block_m in _heights(problem.m, how, most, 8 if problem.bits == 4 else 16):
             x_rows = min(block_m, next_power_of_two(problem.m))
             some = _invariant_layouts(block_m, how) if problem.batch_invariant else layouts(block_m, how, problem)
@@ -191,21 +192,28 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
                     shape = GemmFragmentsConfig(how, block_m, x_rows, *sizes, is_async)
-                    config = with_stages(shape, layout.ctas_per_sm, MAX_STAGES if is_async else 2, problem, device)
-                    if config is not None:
+                    stages = MAX_STAGES if is_async else 2
+                    config = with_stages(shape, layout.ctas_per_sm, stages, problem, device)
+                    fits = config is not None
+                    while config is not None:
                         yield from _divided(config, problem, device)
-                    if config is not None and not problem.batch_invariant:
+                        fewer = config.ctas_per_sm - 1 if block_m <= FEW_ROWS else 0
+                        config = with_stages(shape, fewer, stages, problem, device)
+                    if fits and not problem.batch_invariant:
                         break
 
 
 def maths(problem: Problem) -> tuple[Math, ...]:
-    """Return the values of ``math`` to try; several for a batch-invariant weight, which needs the same for every M."""
+    """Return the values of ``math`` to try; a batch-invariant weight needs one that serves every M."""
     if problem.bits == 8 or problem.zeros == "float":
         return ("kScaled",)
     is_wide = problem.dtype == "float16" and problem.wide_scales
     if problem.batch_invariant:
         return ("kExact",) if is_wide else ("kExact", "kScaled")
-    return ("kExact",) if problem.m < ROUNDED_MIN_M or is_wide else ("kScaled",)
+    if problem.m < ROUNDED_MIN_M or is_wide:
+        return ("kExact",)
+    # With more groups, registers of their float32 sums would spill.
+    return ("kExact", "kScaled") if problem.m <= 64 and FragmentLayout.of(problem).groups == 1 else ("kScaled",)
 
 
 def converts_offsets(problem: Problem) -> bool:
@@ -241,14 +249,17 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     """Return the layouts of the warps to try: those that are the fastest for some weight and whose registers fit."""
     few_groups = FragmentLayout.of(problem).groups <= 2
     if block_m == 8:
-        return Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
+        one = Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
+        return *one, Layout(1, 2, 4, 2), Layout(1, 4, 2, 2)
     if block_m == 16 and problem.m <= FEW_ROWS:
         return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
     if block_m <= 32:
         narrow = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4, 2)
         return *narrow, Layout(2, 2, 2, 2), Layout(2, 4, 2)
     if math == "kExact":
-        return Layout(1, 4, 2), Layout(1, 8, 1)
+        two = Layout(1, 4, 2), Layout(1, 8, 1)
+        is_scarce = problem.wide_scales or FragmentLayout.of(problem).groups > 1  # registers would spill
+        return two if is_scarce else (Layout(1, 2, 4), *two)
     if block_m <= 64:
         four = Layout(1, 4, 1, 2 if problem.bits == 8 or problem.zeros == "float" else 3)
         one = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 4, 2), Layout(1, 8, 1), four
@@ -273,6 +284,8 @@ def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> I
     """Yield the configuration with one CTA per tile, and with stream-K."""
     k_tiles, units = ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
     resident = config.ctas_per_sm * device.sm_count
+    if config.block_m > 96 and config.warps_k > 1 and units > device.sm_count and not problem.batch_invariant:
+        return  # two CTAs per SM are faster, on an H100 by up to 10%
     yield replace(config, ctas=units)
     if problem.batch_invariant:
         return
@@ -356,15 +369,26 @@ def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -
     )
     total = rates.launch_us
     if units > shared:
-        total += waves_us(units - shared, config.ctas_per_sm, work, device)
+        total += waves_us(units - shared, config.ctas_per_sm, _uneven(work, units - shared, config, device), device)
     if shared:
         per_sm = ceil_div(sharers, device.sm_count)
         parts = (shared + sharers - math.gcd(shared, sharers)) / sharers  # of units, per CTA
         work = work._replace(k_tiles=shared / sharers * k_tiles + (config.warps_k - 1) / 2, end_us=parts * work.end_us)
-        total += waves_us(sharers, config.ctas_per_sm, work, device)
+        total += waves_us(sharers, config.ctas_per_sm, _uneven(work, sharers, config, device), device)
         cycles = per_sm * rows * config.block_n * (1 + sharers / shared) * COSTS.exchange
         total += COSTS.stream_k * rates.latency_us + cycles / rates.clock_mhz
     return total
+
+
+def _uneven(work: CtaWork, ctas: int, config: GemmFragmentsConfig, device: Device) -> CtaWork:
+    """Return the work of CTAs that are one wave, with the reads from L2 that an uneven distribution over SMs costs.
+
+    They take the geometric mean of the time of an even distribution and that of the busiest SM.
+    """
+    if ctas > config.ctas_per_sm * device.sm_count:
+        return work
+    busiest = ceil_div(ctas, device.sm_count) * device.sm_count / ctas
+    return work._replace(l2_bytes=work.l2_bytes * math.sqrt(busiest))
 
 
 def warp_cycles(config: GemmFragmentsConfig, problem: Problem, device: Device) -> float:
