@@ -61,7 +61,8 @@ def part_of(plan: LaunchPlan, decoder: Decoder) -> str | None:
         return "attention"
     sites = decoder.layers[0].sites
     sizes = {(sum(linear.n for linear in site.linears), site.linears[0].k): site.name for site in sites}
-    return sizes.get(tuple(map(int, plan.scalars[1:3]))) if plan.kernel.entry.startswith("gemm_sm90") else None
+    is_gemm = plan.kernel.entry.startswith(("gemm_sm90", "gemm_mma_fragments"))
+    return sizes.get(tuple(map(int, plan.scalars[1:3]))) if is_gemm else None
 
 
 def compile_all(decoder: Decoder, index: int, batches: list[int]) -> None:
