@@ -12,7 +12,7 @@
 //            means 0. lengths and slots are not used.
 //
 // Limits: HEAD_DIM is a multiple of 16 up to 128. Architectures: sm_80 and newer.
-// Grid (tiles, heads, 1): a CTA computes a tile of up to 64 queries,
+// Grid (heads, tiles, 1): a CTA computes a tile of up to 64 queries,
 // and each of its four warps 16 of them. Tiles of 64 keys and values pass through a two-stage cp.async pipeline. Scores
 // stay in registers: the accumulators of q k^T, rounded to X, are operand A of the product with v (FlashAttention-2).
 #include "decoder/dependent_launch.cuh"
@@ -43,8 +43,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   X* const shared = reinterpret_cast<X*>(dynamic_shared);
   const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   launch_dependents_and_wait();
-  const int head = blockIdx.y;
-  const int4 item = work[blockIdx.x];
+  // Later queries attend to more keys, so the CTAs of later tiles, of all heads, start first.
+  const int head = blockIdx.x;
+  const int4 item = work[gridDim.y - 1 - blockIdx.y];
   if (item.y == 0) return;
   const int first_row = item.x, steps = item.y, cached = max(item.z, 0);
   const int keys = min(cached + steps, capacity);

@@ -92,7 +92,7 @@ class AttentionSm80(SoleConfigFamily[Attention]):
 
     def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Attention.arguments`."""
-        grid = (problem.tiles, problem.heads, 1)
+        grid = (problem.heads, problem.tiles, 1)
         stages, tensors, padded_row_bytes = 2, 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
         shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
         arguments = problem.arguments()
