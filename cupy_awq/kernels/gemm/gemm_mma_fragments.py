@@ -249,8 +249,8 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     """Return the layouts of the warps to try: those that are the fastest for some weight and whose registers fit."""
     few_groups = FragmentLayout.of(problem).groups <= 2
     if block_m == 8:
-        one = Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
-        return *one, Layout(1, 2, 4, 2), Layout(1, 4, 2, 2)
+        single = Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
+        return *single, Layout(1, 2, 4, 2), Layout(1, 4, 2, 2)
     if block_m == 16 and problem.m <= FEW_ROWS:
         return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
     if block_m <= 32:
