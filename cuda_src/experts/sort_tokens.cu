@@ -10,14 +10,18 @@
 //                  FROM_OFFSETS = 1: int32 [expert_count + 1]: pair p belongs to e if ids[e] <= p < ids[e + 1]
 //
 // Pairs whose expert is not in [0, expert_count) are left out. Nothing is written past `capacity`, whatever ids are.
-// Grid: one CTA. Architectures: all. Counts and positions are integers, so results of the GEMM do not depend on the
-// order of the atomic additions.
+// Grid: one cluster of CLUSTER CTAs, each of which sorts a part of the pairs. Architectures: all; CLUSTER > 1 needs
+// sm_90. Counts and positions are integers, so results of the GEMM do not depend on the order of the atomic additions.
+#include "common/tile_scheduler.cuh"
 #include "common/warp.cuh"
+#include "hopper/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kExperts = EXPERTS;  // number of experts in the layer
 constexpr bool kFromOffsets = FROM_OFFSETS;
+constexpr int kCluster = CLUSTER;
+static_assert(kCluster == 1 || !kFromOffsets, "rows in the order of their experts need no sort");
 constexpr int kOwned = ceil_div(kExperts, kThreads);  // number of adjacent experts per thread of the scan
 constexpr int kFillers = 8;                           // number of threads that fill the blocks of an expert
 
@@ -25,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     sort_tokens(const int32_t* ids, int32_t* sorted_pairs, int32_t* experts, int32_t* sorted_count, int pairs,
                 int block, int capacity) {
   __shared__ int counts[kExperts];
+  __shared__ int own_counts[kExperts];  // those of this CTA's part of the pairs
   __shared__ int starts[kExperts + 1];
   __shared__ int places[kExperts];  // the position of the next pair of each expert
   __shared__ int64_t warp_sums[32];
@@ -32,18 +37,36 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
+  const int rank = cluster_rank<kCluster>();
+  const int begin_pair = slice_begin<int64_t>(pairs, rank, kCluster);
+  const int end_pair = slice_begin<int64_t>(pairs, rank + 1, kCluster);
   auto first_pair = [&](int expert) { return min(max(ids[expert], 0), pairs); };
   for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
-    counts[expert] = kFromOffsets ? max(first_pair(expert + 1) - first_pair(expert), 0) : 0;
+    own_counts[expert] = kFromOffsets ? max(first_pair(expert + 1) - first_pair(expert), 0) : 0;
   }
   __syncthreads();
   if constexpr (!kFromOffsets) {
-    for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
+    for (int pair = begin_pair + threadIdx.x; pair < end_pair; pair += kThreads) {
       const int expert = ids[pair];
-      if (static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts)) atomicAdd(counts + expert, 1);
+      if (static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts)) atomicAdd(own_counts + expert, 1);
     }
-    __syncthreads();
+    cluster_sync<kCluster>();
   }
+  for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
+    int count = own_counts[expert];
+    places[expert] = 0;  // the number of pairs in the parts of other CTAs before that of this one
+    if constexpr (kCluster > 1) {
+      const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own_counts + expert));
+      count = 0;
+#pragma unroll
+      for (int other = 0; other < kCluster; ++other) {
+        if (other == rank) places[expert] = count;
+        count += ptx::ld_shared_cluster(ptx::mapa(address, other));
+      }
+    }
+    counts[expert] = count;
+  }
+  __syncthreads();
   // Each expert's first position is the sum of the padded counts of the experts before it.
   const int first = threadIdx.x * kOwned;
   int64_t own = 0;
@@ -61,14 +84,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   int64_t before = sum - own;
   for (int i = 0; i < warp; ++i) before += warp_sums[i];
   for (int expert = first; expert < min(first + kOwned, kExperts); ++expert) {
-    starts[expert] = places[expert] = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
+    starts[expert] = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
+    places[expert] += starts[expert];
     before += static_cast<int64_t>(ceil_div(counts[expert], block)) * block;
   }
   if (threadIdx.x == kThreads - 1) {
-    starts[kExperts] = *sorted_count = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
+    starts[kExperts] = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
+    if (rank == 0) *sorted_count = starts[kExperts];
   }
   __syncthreads();
-  for (int expert = threadIdx.x / kFillers; expert < kExperts; expert += kThreads / kFillers) {
+  for (int expert = rank + threadIdx.x / kFillers * kCluster; expert < kExperts;
+       expert += kThreads / kFillers * kCluster) {
     const int begin = starts[expert];
     const int end = starts[expert + 1];
     const int filler = threadIdx.x % kFillers;
@@ -82,11 +108,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
   if constexpr (!kFromOffsets) {
-    for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
+    for (int pair = begin_pair + threadIdx.x; pair < end_pair; pair += kThreads) {
       const int expert = ids[pair];
       if (static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts)) {
         sorted_pairs[atomicAdd(places + expert, 1)] = pair;
       }
     }
   }
+  cluster_sync_before_exit<kCluster>();
 }

@@ -35,6 +35,13 @@ __device__ __forceinline__ unsigned mapa(unsigned shared_address, unsigned rank)
   return out;
 }
 
+// ld.shared::cluster.s32: loads a value from the shared memory of a CTA.
+__device__ __forceinline__ int ld_shared_cluster(unsigned cluster_address) {
+  int out;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(out) : "r"(cluster_address) : "memory");
+  return out;
+}
+
 // st.shared::cluster.v4.f32: stores four values to the shared memory of a CTA; the address is a multiple of 16.
 __device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, const float (&values)[4]) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(values[0]),

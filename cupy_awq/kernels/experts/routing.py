@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,12 +16,14 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
-MAX_EXPERTS = 4096
+MAX_EXPERTS = 3000
 """The largest number of experts, whose counts shared memory holds."""
 MAX_ROUTER_EXPERTS = 1024
 """The largest number of experts of `ExpertChoice`, whose scores of four tokens shared memory holds."""
 MAX_TOKENS = 65535
 """The largest number of tokens of a sum, the size of a grid along y."""
+SHARED_PAIRS = 2048
+"""The smallest number of pairs that the CTAs of a cluster sort together."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class TokenSort(MemoryBoundProblem):
 
 
 class SortTokens(SoleConfigFamily[TokenSort]):
-    """The kernel family ``sort_tokens``, which has a single CTA."""
+    """The kernel family ``sort_tokens``, which has a single cluster."""
 
     NAME = "sort_tokens"
 
@@ -141,11 +143,15 @@ class SortTokens(SoleConfigFamily[TokenSort]):
 
     def plan(self, config: SoleConfig, problem: TokenSort, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are ids, sorted_pairs, experts and sorted_count."""
-        threads = 512 if problem.pairs <= 2048 else 1024
+        shares = problem.pairs >= SHARED_PAIRS and device.has(Capability.CLUSTERS) and not problem.from_offsets
+        cluster = 8 if shares else 1
+        threads = 512 if problem.pairs <= 2048 * cluster else 1024
         defines: dict[str, int | str] = {"EXPERTS": problem.experts, "FROM_OFFSETS": int(problem.from_offsets)}
+        defines["CLUSTER"] = cluster
         sizes = int32s(problem.pairs, problem.block, problem.blocks * problem.block)
         arguments = ("ids", "sorted_pairs", "experts", "sorted_count", *sizes)
-        return _plan(device, self.NAME, defines, (1, 1, 1), threads, arguments)
+        plan = _plan(device, self.NAME, defines, (cluster, 1, 1), threads, arguments)
+        return replace(plan, cluster=(cluster, 1, 1))
 
 
 @dataclass(frozen=True)
