@@ -95,7 +95,9 @@ def run_steps(run: Run, steps: Steps, buffers: dict[str, Any], here: Device) -> 
     elements show.
     """
     scratch = {name: np.full(nbytes, 255, np.uint8) for name, nbytes in steps.scratch.items()}
-    memory = {**buffers, **scratch, "": None}
+    needed = steps.workspace(here)
+    partials, counters = np.full(needed.partial_bytes, 255, np.uint8), np.zeros(needed.counters, np.uint32)
+    memory = {**buffers, **scratch, "partials": partials, "counters": counters, "": None}
     for plan, names in steps.plans(here):
         run(plan, {name: memory[names[name]] for name in plan.buffers})
 

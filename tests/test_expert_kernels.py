@@ -83,11 +83,14 @@ def check_product(
     routing: dict[str, Array] = {"experts": ids.reshape(-1), "sorted_pairs": None, "sorted_count": None}
     if problem.rows == "sorted":
         routing = sort_rows(run, ids, problem.experts, problem.block, here)
+    family, config = choice
+    needed = family.workspace(config, problem)
+    partials, counters = np.full(needed.partial_bytes // 4, np.nan, np.float32), np.zeros(needed.counters, np.uint32)
     y = np.full(expected.shape, np.nan, x.dtype)
     operands = {"weight": fragments, "bias": weight.bias, "row_weights": scale, "shared": shared, "x": x, "y": y}
-    family, config = choice
-    run(family.plan(config, problem, here), {**operands, **routing})
+    run(family.plan(config, problem, here), {**operands, **routing, "partials": partials, "counters": counters})
     assert error_of(y, expected) < BOUNDS[problem.dtype]
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("backend", LANDINGS)

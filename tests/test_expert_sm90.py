@@ -34,11 +34,12 @@ def make_product(gated: bool, block: int, **options: Any) -> ExpertProduct:
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
+@pytest.mark.parametrize("stream_k", [False, True])
 @pytest.mark.parametrize(("gated", "block_m", "warpgroups"), TILES)
-def test_every_tile(backend: str, gated: bool, block_m: int, warpgroups: int) -> None:
-    """Each tile is right with units that have one to all of their rows, and CTAs with several units."""
-    here = replace(facts(90, backend), sm_count=2)
-    config = ExpertGemmSm90Config(1, 2, block_m=block_m, warpgroups=warpgroups)
+def test_every_tile(backend: str, gated: bool, block_m: int, warpgroups: int, stream_k: bool) -> None:
+    """Each tile is right with units that have one to all of their rows, and CTAs with several units or parts."""
+    here = replace(facts(90, backend), sm_count=3)
+    config = ExpertGemmSm90Config(1, 3, block_m=block_m, warpgroups=warpgroups, stream_k=stream_k)
     problem = make_product(gated, block_m)
     check_product(runner(backend), problem, (EXPERT_GEMM_SM90, config), here, np.random.default_rng(block_m))
 
@@ -80,8 +81,11 @@ def test_units_with_gaps(backend: str, ends: list[int]) -> None:
     found = []
     for _ in range(2):
         y = np.full((pairs, 136), np.nan, np.float16)
-        config = ExpertGemmSm90Config(1, 2, block_m=block, warpgroups=2)
+        config = ExpertGemmSm90Config(1, 4, block_m=block, warpgroups=2, stream_k=True)
+        needed = EXPERT_GEMM_SM90.workspace(config, problem)
         operands = {"weight": fragments, "bias": weight.bias, "row_weights": None, "x": x, "y": y}
+        operands |= {"partials": np.full(needed.partial_bytes // 4, np.nan, np.float32)}
+        operands |= {"counters": np.zeros(needed.counters, np.uint32)}
         run(EXPERT_GEMM_SM90.plan(config, problem, here), {**operands, **routing})
         found.append(y)
     assert np.isnan(found[0][ids < 0]).all()
@@ -97,7 +101,7 @@ def test_registers_suffice(dtype: str, scales_dtype: str, group_size: int) -> No
     """No configuration spills registers, and the compiler serializes no wgmma."""
     here = device.nominal(90)
     for gated in (False, True):
-        for block in (16, 48, 64, 80, 112, 128):
+        for block in (16, 48, 64, 80, 112, 128, 144):
             problem = make_product(gated, block, group_size=group_size, dtype=dtype, scales_dtype=scales_dtype)
             for config in EXPERT_GEMM_SM90.configs(problem, here):
                 resources = compiler.build(EXPERT_GEMM_SM90.plan(config, problem, here).kernel).resources
@@ -114,13 +118,15 @@ SHORT = replace(WGMMA[0], pairs=150, k=64, x_divisor=1), WGMMA[1]
 """A launch whose tiles have one stage each, so that producers are several tiles ahead of the consumers."""
 SPARSE = replace(WGMMA[0], pairs=20, experts=2, block=64), replace(WGMMA[1], block_m=16)
 """A launch with units without pairs."""
+STREAM = WGMMA[0], replace(WGMMA[1], stream_k=True)
+"""A launch whose CTAs share the k tiles of all tiles."""
 GATED = replace(WGMMA[0], n=448, row_weights=False, activation="silu", gated=True), WGMMA[1]
 Case = tuple[ExpertProduct, ExpertGemmSm90Config]
 MAIN, STORE = "experts/expert_gemm_sm90.cu", "experts/expert_gemm_sm90.cuh"
 SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
     "rows of x are not fenced": (WGMMA, MAIN, "    ptx::fence_proxy_async();\n", "    ", RACE),
     "a stage is refilled before the consumers have released it": (
-        WGMMA, MAIN, "if (k_tile > 0) pipeline.producer_acquire(state);", "", RACE,
+        WGMMA, MAIN, "if (k_tile > k_tile_begin) pipeline.producer_acquire(state);", "", RACE,
     ),
     "a tile is announced in a slot that is still read": (
         SHORT, MAIN, "slot = slot + 1 == C::kTiles ? 0 : slot + 1;\n    }\n    pipeline", "}\n    pipeline", RACE,
@@ -132,10 +138,11 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
         SPARSE, MAIN, "        sync();  // the slot is", "        // the slot is", RACE,
     ),
     "the signaler stops too late": (
-        WGMMA, MAIN, "has_ended = announced[slot].n_block < 0;", "has_ended = k_tile > k_tiles;", DEADLOCK,
+        WGMMA, MAIN, "has_ended = announced[slot].n_block < 0;", "has_ended = announced[slot].n_block < -1;",
+        ("uninitialised", "uninitialised"),
     ),
     "the expert of the preceding unit": (
-        WGMMA, MAIN, "m_block / units_per_id]", "m_block / units_per_id / 2]", VALUES,
+        WGMMA, MAIN, "[unit / units_per_id]", "[unit / units_per_id / 2]", VALUES,
     ),
     "the row of x of the wrong token": (WGMMA, MAIN, "x_row(my_pairs[i]) *", "my_pairs[i] *", OUTSIDE),
     "a quotient that is 1 too small": (
@@ -150,6 +157,19 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
     ),
     "the up projection of other columns": (
         GATED, MAIN, "n / 2 / kWeightTileN", "n / 4 / kWeightTileN", VALUES,
+    ),
+    "partial sums of other CTAs are left out": (
+        STREAM, MAIN, "scheduler.adds_partial_sums() ? scheduler.first_sharer() :", "", DEADLOCK,
+    ),
+    "x of the first k tiles": (
+        STREAM, MAIN, "stage_idx, k_tile);\n        ptx", "stage_idx, k_tile - k_tile_begin);\n        ptx", VALUES,
+    ),
+    "a part of a tile counts as the end of one": (
+        STREAM, STORE, "return tile.first_cta >= 0;", "return true;", DEADLOCK,
+    ),
+    "the k tiles of another part": (
+        STREAM, MAIN, "uniform(tile.k_tile_begin), uniform(tile.k_tile_end), lane", "0, uniform(tile.k_tile_end), lane",
+        DEADLOCK,
     ),
     "the weight of another row": (WGMMA, STORE, "+ my_row + v % 2]", "+ my_row]", VALUES),
     "padding is stored": (WGMMA, STORE, "if (pair < 0 || column", "if (column", OUTSIDE),

@@ -9,6 +9,8 @@
 //   row_weights    float32 [pairs], read if HAS_ROW_WEIGHTS
 //   y              X [pairs, n] (gated: [pairs, n / 2]), row stride ldy values
 //   sorted_pairs, expert_ids, sorted_count   the arrays of sort_tokens.cu with blocks of route_block pairs
+//   partials       float32, with stream_k: accumulators of tiles that CTAs share, see reduce_shared_unit
+//   counters       uint32, with stream_k: zero before and after the launch
 //   x              X [rows, k], row stride ldx values; rows start at multiples of 16 bytes and lie within 2^31 values
 //   scale_factor, result_factor   see gemm_sm90_large.cu
 //
@@ -16,7 +18,8 @@
 // [0, experts) have no row of y.
 //
 // CTAs are persistent, as only the GPU knows the number of tiles: a tile is a unit (BLOCK_M rows of one expert) times
-// WARPGROUPS * M64_TILES * 64 columns. TMA cannot gather rows, so x is copied by cp.async. Behind the consumers,
+// WARPGROUPS * M64_TILES * 64 columns. With stream_k, CTAs share the k tiles of the first tiles (tile_scheduler.cuh),
+// so that no SM idles where tiles are few. TMA cannot gather rows, so x is copied by cp.async. Behind the consumers,
 //
 //   three row warps   find out the tiles and their rows, copy x to the stages, and the weight by TMA
 //   one signaler      waits for the copies of x and announces each stage to the consumers. Only its fence orders the
@@ -43,27 +46,14 @@ static_assert(__CUDA_ARCH__ == 900, "expert_gemm_sm90 needs sm_90a");
 struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, false>,
                 RepackedLayout<SCALE, Zeros::ZEROS, GROUPS> {
   using T = X;  // type of x and y
-  static constexpr bool kStreamK = false, kHasRowWeights = HAS_ROW_WEIGHTS;
+  static constexpr bool kStreamK = true, kHasRowWeights = HAS_ROW_WEIGHTS;
   static constexpr int kCluster = 1, kStoreRows = 16;
   static constexpr int kBlockM = BLOCK_M, kStages = STAGES, kWarpgroups = WARPGROUPS, kM64Tiles = M64_TILES;
   static constexpr int kTiles = TILES;  // number of tiles in shared memory: of those that have a stage, and one before
   static constexpr int kAllSharedBytes = SHARED_BYTES;
-  static constexpr int kSharedBytes = SHARED_BYTES - TILES * (32 + 12 * BLOCK_M) - STAGES * 8;
+  static constexpr int kSharedBytes = SHARED_BYTES - TILES * (48 + 12 * BLOCK_M) - STAGES * 8;
 };
 using Kernel = ExpertGemmSm90<Config>;
-
-// The tiles of a CTA. Units, blocks of BLOCK_M rows of one expert, are in bands (tile_scheduler.cuh), so that tiles
-// that are computed at the same time share rows of x and columns of a weight.
-struct ExpertTiles {
-  const int32_t* expert_ids;
-  int experts, units, n_blocks;
-  int units_per_id;  // number of units for each element of expert_ids
-  int next = blockIdx.x;
-
-  __device__ __forceinline__ bool has_next() const { return next < units * n_blocks; }
-  __device__ __forceinline__ TileCoordinates at() const { return rasterize(next, units, n_blocks); }
-  __device__ __forceinline__ int expert() const { return expert_ids[at().m_block / units_per_id]; }
-};
 
 // The role of the row warps.
 template <class C> struct RowWarps {
@@ -74,15 +64,18 @@ template <class C> struct RowWarps {
 
   typename C::SharedStorage shared;
   const int32_t* sorted_pairs;
+  const int32_t* expert_ids;
   const float* row_weights;
   const T* x;
-  int pairs, x_divisor, ldx, k;
-  ExpertTiles tiles;
+  int pairs, experts, x_divisor, ldx, k;
+  int units_per_id;  // number of units for each element of expert_ids
+  typename C::Scheduler scheduler;
   unsigned reciprocal = 0xffffffffu / x_divisor;
   int thread = threadIdx.x % 128;
   int warp = uniform_warp() % 4;  // warp-uniform to the compiler, unlike thread / 32
   bool is_leader = ptx::elect();
-  // The expert, pairs and row weights of the next tile to announce, loaded early.
+  // The expert, pairs and row weights of the scheduler's tile, the next to announce, loaded early.
+  bool has_next = false;
   int expert = -1;
   int my_pairs[kMine];
   float my_weights[kMine];
@@ -95,10 +88,12 @@ template <class C> struct RowWarps {
     const int quotient = __umulhi(pair, reciprocal);  // exact or 1 less
     return quotient + (pair - quotient * x_divisor >= x_divisor);
   }
-  __device__ __forceinline__ void load_pairs() {
-    if (!tiles.has_next()) return;
-    expert = tiles.expert();
-    const int32_t* source = sorted_pairs + tiles.at().m_block * C::kBlockM;
+  __device__ __forceinline__ void load_next() {
+    has_next = scheduler.advance();
+    if (!has_next) return;
+    const int unit = scheduler.tile(0).m_block;
+    expert = expert_ids[unit / units_per_id];
+    const int32_t* source = sorted_pairs + unit * C::kBlockM;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int row = thread + i * kThreads;
@@ -106,7 +101,7 @@ template <class C> struct RowWarps {
     }
   }
   __device__ __forceinline__ void load_weights() {
-    if (!C::kHasRowWeights || !tiles.has_next()) return;
+    if (!C::kHasRowWeights || !has_next) return;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) my_weights[i] = exists(my_pairs[i]) ? row_weights[my_pairs[i]] : 0.0f;
   }
@@ -118,7 +113,7 @@ template <class C> struct RowWarps {
     for (int i = 0; i < kMine; ++i) {
       const int row = thread + i * kThreads;
       if (row >= C::kBlockM) break;
-      const bool is_pair = exists(my_pairs[i]) && static_cast<unsigned>(expert) < static_cast<unsigned>(tiles.experts);
+      const bool is_pair = exists(my_pairs[i]) && static_cast<unsigned>(expert) < static_cast<unsigned>(experts);
       if (is_pair) end = row + 1;
       tile.pairs[row] = is_pair ? my_pairs[i] : -1;
       tile.x[row / 8 * 8 + row % 2 * 4 + row / 2 % 4] = is_pair ? x_row(my_pairs[i]) * (2u * ldx) : 0;
@@ -127,8 +122,15 @@ template <class C> struct RowWarps {
     end = ptx::redux_sync_max(end);
     if (thread % 32 == 0) tile.ends[thread / 32] = end;
     if (thread == 0) {
-      tile.n_block = tiles.at().n_block;
+      tile.n_block = scheduler.tile(0).n_block;
       tile.expert = expert;
+      tile.k_tile_begin = scheduler.k_tile_begin;
+      tile.k_tile_end = scheduler.k_tile_end;
+      tile.unit = scheduler.unit;
+      tile.first_cta = -1;
+      if (scheduler.has_last_k_tile()) {
+        tile.first_cta = scheduler.adds_partial_sums() ? scheduler.first_sharer() : scheduler.cluster_idx;
+      }
     }
     sync();
     return tile.end();
@@ -191,14 +193,13 @@ template <class C> struct RowWarps {
     const auto copied = [&](int stage_idx) { return C::Copied::at(shared.begin, stage_idx); };
     auto state = PipelineState<C::kStages>::producer();
     int slot = 0;
-    load_pairs();
+    load_next();
     load_weights();
-    while (tiles.has_next()) {
+    while (has_next) {
       pipeline.producer_acquire(state);  // so no other warp reads the tile that had this slot
       typename C::Tile& tile = announced[slot];
       const int end = announce(tile);
-      tiles.next += gridDim.x;
-      load_pairs();
+      load_next();
       if (end == 0) {
         sync();  // the slot is no longer read
         load_weights();
@@ -206,14 +207,15 @@ template <class C> struct RowWarps {
       }
       const TileColumns<C> columns(weight + tile.expert * expert_bytes,
                                    tile.n_block * (C::kGated ? C::kWeightTiles / 2 : C::kWeightTiles), 0, n, k);
-      for (int k_tile = 0; k_tile < ceil_div(k, kWeightTileK); ++k_tile) {
-        if (k_tile > 0) pipeline.producer_acquire(state);
+      const int k_tile_begin = tile.k_tile_begin, k_tile_end = tile.k_tile_end;
+      for (int k_tile = k_tile_begin; k_tile < k_tile_end; ++k_tile) {
+        if (k_tile > k_tile_begin) pipeline.producer_acquire(state);
         if (is_leader) copy_weight(columns, n, state.stage_idx, k_tile);
         copy_x(tile, ceil_div(end, 8), state.stage_idx, k_tile);
         ptx::cp_async_mbarrier_arrive_noinc(copied(state.stage_idx));
         if (thread == 0) ptx::mbarrier_arrive(copied(state.stage_idx));  // orders `tile` before the signal
         state.advance();
-        if (k_tile == 0) load_weights();
+        if (k_tile == k_tile_begin) load_weights();
       }
       slot = slot + 1 == C::kTiles ? 0 : slot + 1;
     }
@@ -229,26 +231,31 @@ template <class C> struct RowWarps {
 
 // The role of the signaler.
 template <class C> __device__ __forceinline__ void signal_stages(const typename C::SharedStorage& shared,
-                                                                 const typename C::Tile* announced, int k_tiles) {
+                                                                 const typename C::Tile* announced) {
   auto state = PipelineState<C::kStages>::consumer();
   bool has_ended = false;
   for (int slot = 0; !has_ended; slot = slot + 1 == C::kTiles ? 0 : slot + 1) {
-    for (int k_tile = 0; k_tile < k_tiles && !has_ended; ++k_tile) {
+    int left = 0;  // number of further stages of the tile
+    do {
       wait(C::Copied::at(shared.begin, state.stage_idx), state.phase);
       ptx::fence_proxy_async();
-      has_ended = announced[slot].n_block < 0;
+      if (left == 0) {
+        has_ended = announced[slot].n_block < 0;
+        left = has_ended ? 1 : announced[slot].k_tile_end - announced[slot].k_tile_begin;
+      }
       __syncwarp();
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.pipeline().full_barrier(state.stage_idx));
       state.advance();
-    }
+    } while (--left > 0);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
     expert_gemm_sm90(const uint8_t* weight, const BIAS* bias, const float* row_weights, X* y,
                      const int32_t* sorted_pairs, const int32_t* expert_ids, const int32_t* sorted_count, const X* x,
-                     int64_t expert_bytes, int pairs, int capacity, int experts, int n, int k, int x_divisor,
-                     int route_block, int ldx, int ldy, float scale_factor, float result_factor) {
+                     float* partials, uint32_t* counters, int64_t expert_bytes, int pairs, int capacity, int experts,
+                     int n, int k, int x_divisor, int route_block, int ldx, int ldy, float scale_factor,
+                     float result_factor, int stream_k) {
   using C = Kernel;
   extern __shared__ __align__(1024) uint8_t memory[];
   const C::SharedStorage shared{ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)))};
@@ -262,7 +269,6 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  const int k_tiles = ceil_div(k, kWeightTileK);
   if (warp < C::kConsumerWarps) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warpgroup = warp / 4;
@@ -272,14 +278,14 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
     for (int slot = 0;; slot = slot + 1 == C::kTiles ? 0 : slot + 1) {
       pipeline.consumer_wait(state);
       const C::Tile& tile = announced[slot];
-      const int n_block = uniform(tile.n_block);
-      if (n_block < 0) break;
-      const int end = uniform(tile.end());
+      if (uniform(tile.n_block) < 0) break;
+      C::Accumulators accumulators = {};
+      loop.run(accumulators, state, uniform(tile.k_tile_begin), uniform(tile.k_tile_end), lane);
+      const AnnouncedShare<C::Tile> share{tile};
+      if (!reduce_shared_unit<C>(accumulators, share, warpgroup, partials, counters)) continue;
       const BIAS* expert_bias = C::kHasBias ? bias + static_cast<int64_t>(tile.expert) * n : nullptr;
       const Epilogue<X, C> epilogue{expert_bias, nullptr, 0, 0, n, 0};
-      C::Accumulators accumulators = {};
-      loop.run(accumulators, state, 0, k_tiles, lane);
-      store_pairs<C>(accumulators, buffer, tile, n_block, end, warpgroup, epilogue, y, n, ldy, result_factor);
+      store_pairs<C>(accumulators, buffer, tile, warpgroup, epilogue, y, n, ldy, result_factor);
     }
   } else {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
@@ -291,16 +297,19 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
       const int n_blocks = ceil_div(C::kGated ? n / 2 : n, C::kWarpgroups * C::kStoreN);
       RowWarps<C> warps{shared,
                         sorted_pairs,
+                        expert_ids,
                         row_weights,
                         x,
                         pairs,
+                        experts,
                         x_divisor,
                         ldx,
                         k,
-                        ExpertTiles{expert_ids, experts, units, n_blocks, route_block / C::kBlockM}};
+                        route_block / C::kBlockM,
+                        C::make_scheduler(units, n_blocks, ceil_div(k, kWeightTileK), stream_k)};
       warps.run(weight, expert_bytes, announced, n);
     } else {
-      signal_stages<C>(shared, announced, k_tiles);
+      signal_stages<C>(shared, announced);
     }
   }
 }

@@ -2,26 +2,33 @@
 // The constants and the shared-memory layout of expert_gemm_sm90.cu, and its epilogue.
 #pragma once
 
+#include "common/warp.cuh"
 #include "gemm/gemm_sm90_large.cuh"
+#include "gemm/gemm_sm90_large_epilogue.cuh"
 #include "hopper/transposed_store.cuh"
 #include "ptx/barrier.cuh"
 
 // The constants that follow from those of the host, and those of the dense kernel. Host is the Config of the .cu file.
 template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
   using Dense = GemmSm90Large<Host>;
+  using Scheduler = typename Dense::Scheduler;
   // The row warps need more registers than the producer of the dense kernel.
-  static constexpr int kConsumerRegisters = Host::kWarpgroups == 2 ? 224 : 144;
-  static constexpr int kProducerRegisters = Host::kWarpgroups == 2 ? 56 : 80;
+  static constexpr int kConsumerRegisters = Host::kWarpgroups == 2 ? 224 : 152;
+  static constexpr int kProducerRegisters = 56;
   static constexpr int kRowWarps = 3, kRowThreads = 32 * kRowWarps;  // of the producers: those that copy x
   static_assert(Host::kBlockM % 16 == 0, "rows are stored in chunks of 16");
   static_assert(Host::kWarpgroups == 2 || Host::kWarpgroups == 3, "registers are divided for these");
-  static_assert(Host::kCluster == 1 && !Host::kStreamK && !Host::kHasResidual, "as the epilogue assumes");
+  static_assert(Host::kCluster == 1 && !Dense::kRingReduction && !Host::kHasResidual, "as the epilogue assumes");
 
-  // A tile as the row warps announce it to the other warps, with the first stage of the tile.
+  // A tile, or the part of its k tiles that this CTA computes, as the row warps announce it to the other warps, with
+  // its first stage.
   struct Tile {
     int32_t n_block;  // -1 after the last tile
     int32_t expert;
     int32_t ends[4];  // by row warp: the index of the last pair among its rows, plus 1; the maximum is that of the tile
+    int32_t k_tile_begin, k_tile_end;  // the k tiles of this CTA
+    int32_t unit;                      // the number of the tile
+    int32_t first_cta;                 // the first CTA that computes k tiles; -1 if another CTA computes the last one
     int32_t unused[2];
     uint32_t x[Host::kBlockM];     // byte offsets of the rows of x, [block of 8 rows][row % 2][row / 2 % 4]
     int32_t pairs[Host::kBlockM];  // -1 in the padding
@@ -32,20 +39,41 @@ template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
   using Tiles = SharedArray<Dense::SharedStorage::kBytes, Host::kTiles, sizeof(Tile)>;
   using Copied = SharedArray<Tiles::kEnd, Host::kStages, kBarrierBytes>;  // barriers, see expert_gemm_sm90.cu
   static_assert(Copied::kEnd == Host::kAllSharedBytes, "shared_bytes of the host's configuration differs");
+
+  // Returns the scheduler of a CTA. Units, blocks of BLOCK_M rows of one expert, are its m blocks. With stream_k, the
+  // CTAs share the tiles of the last wave, which is not full, and of the wave before it.
+  static __device__ __forceinline__ Scheduler make_scheduler(int units, int n_blocks, int k_tiles, bool stream_k) {
+    const int ctas = gridDim.x;
+    const int tiles = units * n_blocks;
+    const int shared_tiles = stream_k && tiles % ctas != 0 ? tiles - max(tiles / ctas - 1, 0) * ctas : 0;
+    return Scheduler(units, n_blocks, k_tiles, shared_tiles, min(ctas, max(shared_tiles * k_tiles / 2, 1)));
+  }
+};
+
+// What reduce_shared_unit asks of a scheduler, for a tile that has been announced.
+template <class Tile> struct AnnouncedShare {
+  const Tile& tile;
+  int unit = tile.unit;
+  int cluster_idx = blockIdx.x;
+
+  __device__ __forceinline__ bool has_first_k_tile() const { return tile.k_tile_begin == 0; }
+  __device__ __forceinline__ bool has_last_k_tile() const { return tile.first_cta >= 0; }
+  __device__ __forceinline__ int first_sharer() const { return tile.first_cta; }
 };
 
 // Stores a warpgroup's columns of a tile: row r goes to row tile.pairs[r] of y. stmatrix transposes the accumulators
 // into `buffer`, as in gemm_sm90_large_epilogue.cuh.
 template <class C> __device__ __forceinline__ void store_pairs(const typename C::Accumulators& accumulators,
                                                                uint8_t* buffer, const typename C::Tile& tile,
-                                                               int n_block, int end, int warpgroup,
+                                                               int warpgroup,
                                                                const Epilogue<typename C::T, C>& epilogue,
                                                                typename C::T* y, int n, int ldy, float result_factor) {
   using T = typename C::T;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
   const int n_out = C::kGated ? n / 2 : n;
-  const int column_begin = (n_block * C::kWarpgroups + warpgroup) * C::kStoreN;
+  const int end = uniform(tile.end());
+  const int column_begin = (tile.n_block * C::kWarpgroups + warpgroup) * C::kStoreN;
   // accumulators[i][v] belongs to column my_column if v % 4 < 2, else to my_column + 8 (both plus 64 i), and to row
   // v / 4 * 8 + my_row + v % 2.
   const int my_column = column_begin + thread / 32 * 16 + lane / 4;

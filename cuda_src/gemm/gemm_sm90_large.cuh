@@ -24,7 +24,7 @@ template <class Host> struct GemmSm90Large : Host {
   // Number of accumulators per thread and m64 tile (64 columns of W x BLOCK_M rows of x).
   static constexpr int kAccumulators = Host::kBlockM / 2;
 
-  static_assert(Host::kM64Tiles * Host::kBlockM * (Host::kWarpgroups / 2) <= 256, "the accumulators fit in registers");
+  static_assert(Host::kM64Tiles * Host::kBlockM * (Host::kWarpgroups / 2) <= 288, "the accumulators fit in registers");
   static_assert(!Host::kGated || Host::kM64Tiles == 2, "a warpgroup computes both the gate and the up projection");
   static_assert(Host::kCluster == 1 || Host::kCluster == 2, "a stage of x has two halves to multicast");
   static_assert(sizeof(typename Host::T) == 2, "tensor cores take 16-bit x");

@@ -19,10 +19,9 @@
 // accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments
 // `counters` [unit][CTA of the cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their
 // partial sums to its accumulators, in the order of the clusters.
-template <class C> __device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& accumulators,
-                                                                      const typename C::Scheduler& scheduler,
-                                                                      int warpgroup, float* partials,
-                                                                      uint32_t* counters) {
+template <class C, class Share>
+__device__ __forceinline__ bool reduce_shared_unit(typename C::Accumulators& accumulators, const Share& scheduler,
+                                                   int warpgroup, float* partials, uint32_t* counters) {
   if (scheduler.has_first_k_tile() && scheduler.has_last_k_tile()) return true;
   constexpr int kVectors = C::kAccumulators / 4;
   const int thread = threadIdx.x % 128;

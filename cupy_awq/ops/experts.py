@@ -328,15 +328,20 @@ def _launch(steps: Steps, buffers: Mapping[str, Array | None], index: int) -> No
 
     stream = cupy.cuda.get_current_stream().ptr
     scratch = workspaces.scratch_array(index, stream, max(steps.offsets[""], 1)).data.ptr
-    for launcher, addresses in bind_steps(steps, buffers, scratch, index):
+    workspace = workspaces.workspace_address(index, stream) if steps.workspace(device.of(index)).counters else 0
+    for launcher, addresses in bind_steps(steps, buffers, scratch, workspace, index):
         launcher(addresses, stream)
 
 
 def bind_steps(
-    steps: Steps, buffers: Mapping[str, Array | None], scratch: int, index: int
+    steps: Steps, buffers: Mapping[str, Array | None], scratch: int, workspace: int, index: int
 ) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield the launcher of each step and the addresses of its buffers; ``scratch`` is that of the scratch memory."""
+    """Yield the launcher of each step and the addresses of its buffers.
+
+    ``scratch`` and ``workspace`` are the addresses of the scratch memory, and of counters and partial sums.
+    """
     addresses = {name: arrays.address(a) for name, a in buffers.items()} | {"": 0}
+    addresses |= {"counters": workspace, "partials": workspace + workspaces.COUNTER_BYTES}
     addresses |= {name: scratch + offset for name, offset in steps.offsets.items() if name}
     for plan, names in steps.plans(device.of(index)):
         launcher = get_launcher(plan, index)

@@ -113,8 +113,11 @@ class MoePlan:
     def _prepare(self, planned: tuple[Any, dict[str, Array | None]], index: int) -> None:
         """Load the kernels and compute the arguments of their launches."""
         steps, buffers = planned
-        self._memory = workspaces.allocate_zeros(max(steps.offsets[""], 1), on_current_stream=True)
-        self._launches += bind_steps(steps, buffers, arrays.address(self._memory), index)
+        workspace, scratch_bytes = steps.workspace(device.of(index)), steps.offsets[""]
+        workspace_bytes = workspaces.COUNTER_BYTES + workspace.partial_bytes if workspace.counters else 0
+        self._memory = workspaces.allocate_zeros(max(scratch_bytes + workspace_bytes, 1), on_current_stream=True)
+        begin = arrays.address(self._memory)
+        self._launches += bind_steps(steps, buffers, begin, begin + scratch_bytes, index)
         self.kernels = tuple(plan.kernel.entry for plan, _ in steps.plans(device.of(index)))
 
     def __call__(self) -> Array:

@@ -13,7 +13,7 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks
 from cupy_awq.kernels.experts.routing import ExpertSum, TokenSort
-from cupy_awq.kernels.family import KernelProblem
+from cupy_awq.kernels.family import KernelProblem, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -21,7 +21,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 SORT_US, SUM_US = 1.2, 0.6
 """The time of a sort and of a sum over slots beyond that of a launch that reads and writes their bytes, in
 microseconds."""
-BLOCKS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+BLOCKS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144)
 """The numbers of rows per block of sorted rows to try; a block has rows of one expert."""
 ALIGNMENT = 256
 """The alignment of the parts of the scratch memory, in bytes."""
@@ -109,6 +109,12 @@ class Steps(NamedTuple):
         """Return the launch plan of each step, and its buffers."""
         return tuple((select.choose(step.problem, device).plan, step.buffers) for step in self.steps)
 
+    def workspace(self, device: Device) -> Workspace:
+        """Return the workspace that all launches need, one after the other."""
+        choices = (select.choose(step.problem, device) for step in self.steps)
+        needs = [choice.family.workspace(choice.config, choice.problem) for choice in choices]
+        return Workspace(*map(max, zip(*needs, strict=True)))
+
     @property
     def offsets(self) -> dict[str, int]:
         """The offset in bytes of each buffer in the scratch memory; the key "" has the total size."""
@@ -120,6 +126,7 @@ class Steps(NamedTuple):
 
 
 ROUTING = {name: name for name in ("sorted_pairs", "experts", "sorted_count")}
+WORKSPACE = {name: name for name in ("partials", "counters")}
 
 
 def weight_buffers(prefix: str) -> dict[str, str]:
@@ -169,7 +176,7 @@ def _sorted_rows(layer: ExpertLayer, block: int) -> Steps:
     itemsize, experts = ITEMSIZE[layer.dtype], layer.gate_up.experts
     sort, scratch = sort_step(gate_up.pairs, experts, block, False, "ids")
     scratch |= {"h": gate_up.pairs * gate_up.n_out * itemsize, "pairs": down.pairs * down.n * itemsize}
-    routing = {**ROUTING, "row_weights": "weights", "shared": ""}
+    routing = {**ROUTING, **WORKSPACE, "row_weights": "weights", "shared": ""}
     steps = (
         sort,
         Step(gate_up, {**weight_buffers("gate_up"), **routing, "x": "x", "y": "h"}),
@@ -235,9 +242,8 @@ def sorted_product(
         x_divisor=x_divisor,
         row_weights=row_weights,
     )
-    return Step(
-        product, {**weight_buffers("weight"), **ROUTING, "row_weights": "row_scale", "shared": "", "x": "x", "y": "y"}
-    )
+    buffers = {**weight_buffers("weight"), **ROUTING, **WORKSPACE, "row_weights": "row_scale", "shared": ""}
+    return Step(product, {**buffers, "x": "x", "y": "y"})
 
 
 @functools.lru_cache(maxsize=1024)
