@@ -11,6 +11,7 @@ import pytest
 from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM, ExpertGemmConfig
 from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.problem import ExpertProduct
+from cupy_awq.kernels.experts.routing import SHARED_PAIRS
 from cupy_awq.kernels.family import AnyFamily
 from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
 from cupy_awq.runtime import device
@@ -145,8 +146,16 @@ SEEDS: dict[str, Seed] = {
     ),
     "a slice of K is lost": (TOKENS, MAIN, "slice < kSlices; ++slice", "slice < kSlices - 1; ++slice", VALUES),
     "rows are placed before the starts are known": (
-        "sort", SORT, "  __syncthreads();\n  for (int expert = threadIdx.x / kFillers",
-        "  for (int expert = threadIdx.x / kFillers", RACE,
+        "sort", SORT, "  __syncthreads();\n  for (int expert = rank", "  for (int expert = rank", RACE,
+    ),
+    "counts of other CTAs are read before they are known": (
+        "large sort", SORT, "cluster_sync<kCluster>();\n  }", "__syncthreads();\n  }", RACE,
+    ),
+    "a CTA ends while others read its counts": (
+        "large sort", SORT, "  cluster_sync_before_exit<kCluster>();\n", "", RACE,
+    ),
+    "the places of another part of the pairs": (
+        "large sort", SORT, "if (other == rank)", "if (other == rank / 2)", RACE,
     ),
     "the sums of warps are read before all of them are known": (
         "sort", SORT, "warp_sums[warp] = sum;\n  __syncthreads();", "warp_sums[warp] = sum;", RACE,
@@ -158,8 +167,9 @@ SEEDS: dict[str, Seed] = {
 
 def outcome(case: Case | str, landing: str) -> str:
     """Return the check that fails in a launch, or "nothing"."""
-    if case == "sort":
-        return caught_by(lambda: test_sort(landing, from_offsets=False, arch=90, pairs=700, experts=40, block=16))
+    if case in ("sort", "large sort"):
+        pairs = 700 if case == "sort" else SHARED_PAIRS
+        return caught_by(lambda: test_sort(landing, from_offsets=False, arch=90, pairs=pairs, experts=40, block=16))
     if isinstance(case, str):
         return caught_by(lambda: test_router(landing, 80, {}))
     problem, config = case
