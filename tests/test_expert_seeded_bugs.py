@@ -157,6 +157,12 @@ SEEDS: dict[str, Seed] = {
     "the places of another part of the pairs": (
         "large sort", SORT, "if (other == rank)", "if (other == rank / 2)", RACE,
     ),
+    "a lane reads a place before that of the preceding pairs is known": (
+        "sort", SORT, "+ __popc(same);\n      __syncwarp();", "+ __popc(same);", RACE,
+    ),
+    "the places of warps are added before all pairs are counted": (
+        "sort", SORT, "place_pairs(false);\n    __syncthreads();", "place_pairs(false);", RACE,
+    ),
     "the sums of warps are read before all of them are known": (
         "sort", SORT, "warp_sums[warp] = sum;\n  __syncthreads();", "warp_sums[warp] = sum;", RACE,
     ),

@@ -2,7 +2,8 @@
 // Sorts the rows of a grouped GEMM by expert, in blocks of `block` rows that never hold rows of two experts:
 //
 //   sorted_pairs   int32 [capacity]: the pairs of expert 0, padded by the value `pairs` to a multiple of `block`, then
-//                  those of expert 1, ...; the order within an expert is not defined
+//                  those of expert 1, ...; those of an expert ascend, so that results have the same bits from run to
+//                  run where CTAs of the GEMM share the k tiles of some blocks
 //   experts        int32 [capacity / block]: the expert of each block
 //   sorted_count   int32 [1]: the length of sorted_pairs that is used
 //
@@ -10,8 +11,8 @@
 //                  FROM_OFFSETS = 1: int32 [expert_count + 1]: pair p belongs to e if ids[e] <= p < ids[e + 1]
 //
 // Pairs whose expert is not in [0, expert_count) are left out. Nothing is written past `capacity`, whatever ids are.
-// Grid: one cluster of CLUSTER CTAs, each of which sorts a part of the pairs. Architectures: all; CLUSTER > 1 needs
-// sm_90. Counts and positions are integers, so results of the GEMM do not depend on the order of the atomic additions.
+// Grid: one cluster of CLUSTER CTAs; each of their warps counts and places an adjacent part of the pairs.
+// Architectures: all; CLUSTER > 1 needs sm_90.
 #include "common/tile_scheduler.cuh"
 #include "common/warp.cuh"
 #include "hopper/cluster.cuh"
@@ -22,8 +23,20 @@ constexpr int kExperts = EXPERTS;  // number of experts in the layer
 constexpr bool kFromOffsets = FROM_OFFSETS;
 constexpr int kCluster = CLUSTER;
 static_assert(kCluster == 1 || !kFromOffsets, "rows in the order of their experts need no sort");
+constexpr int kWarps = kThreads / 32;
 constexpr int kOwned = ceil_div(kExperts, kThreads);  // number of adjacent experts per thread of the scan
 constexpr int kFillers = 8;                           // number of threads that fill the blocks of an expert
+
+// Returns the lanes with the same expert.
+__device__ __forceinline__ uint32_t same_expert(int expert) {
+#if __CUDA_ARCH__ >= 700
+  return __match_any_sync(kFullWarp, expert);
+#else
+  uint32_t same = 0;
+  for (int lane = 0; lane < 32; ++lane) same |= uint32_t{__shfl_sync(kFullWarp, expert, lane) == expert} << lane;
+  return same;
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     sort_tokens(const int32_t* ids, int32_t* sorted_pairs, int32_t* experts, int32_t* sorted_count, int pairs,
@@ -31,38 +44,64 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ int counts[kExperts];
   __shared__ int own_counts[kExperts];  // those of this CTA's part of the pairs
   __shared__ int starts[kExperts + 1];
-  __shared__ int places[kExperts];  // the position of the next pair of each expert
+  __shared__ int places[kWarps][kExperts];  // the number of pairs of an expert before the next one of each warp
   __shared__ int64_t warp_sums[32];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int rank = cluster_rank<kCluster>();
-  const int begin_pair = slice_begin<int64_t>(pairs, rank, kCluster);
-  const int end_pair = slice_begin<int64_t>(pairs, rank + 1, kCluster);
+  const int parts = kCluster * kWarps;
+  const int begin_pair = slice_begin<int64_t>(pairs, rank * kWarps + warp, parts);
+  const int end_pair = slice_begin<int64_t>(pairs, rank * kWarps + warp + 1, parts);
+  // Advances the places by the warp's pairs and, with `stores`, stores the pairs there.
+  const auto place_pairs = [&](bool stores) {
+    for (int first = begin_pair; first < end_pair; first += 32) {
+      const int pair = first + lane;
+      const int expert = pair < end_pair ? ids[pair] : -1;
+      const uint32_t same = same_expert(expert);
+      const bool is_expert = static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts);
+      const int place = is_expert ? places[warp][expert] : 0;
+      if (stores && is_expert) sorted_pairs[starts[expert] + place + __popc(same & ((1u << lane) - 1))] = pair;
+      __syncwarp();
+      if (is_expert && same >> lane == 1) places[warp][expert] = place + __popc(same);
+      __syncwarp();
+    }
+  };
   auto first_pair = [&](int expert) { return min(max(ids[expert], 0), pairs); };
   for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
-    own_counts[expert] = kFromOffsets ? max(first_pair(expert + 1) - first_pair(expert), 0) : 0;
+    if constexpr (kFromOffsets) own_counts[expert] = max(first_pair(expert + 1) - first_pair(expert), 0);
+#pragma unroll 1
+    for (int of_warp = 0; of_warp < kWarps; ++of_warp) places[of_warp][expert] = 0;
   }
   __syncthreads();
   if constexpr (!kFromOffsets) {
-    for (int pair = begin_pair + threadIdx.x; pair < end_pair; pair += kThreads) {
-      const int expert = ids[pair];
-      if (static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts)) atomicAdd(own_counts + expert, 1);
+    place_pairs(false);
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
+      int count = 0;
+#pragma unroll 1
+      for (int of_warp = 0; of_warp < kWarps; ++of_warp) {
+        const int of_part = places[of_warp][expert];
+        places[of_warp][expert] = count;
+        count += of_part;
+      }
+      own_counts[expert] = count;
     }
     cluster_sync<kCluster>();
   }
   for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
     int count = own_counts[expert];
-    places[expert] = 0;  // the number of pairs in the parts of other CTAs before that of this one
     if constexpr (kCluster > 1) {
       const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own_counts + expert));
-      count = 0;
+      int before = count = 0;
 #pragma unroll
       for (int other = 0; other < kCluster; ++other) {
-        if (other == rank) places[expert] = count;
+        if (other == rank) before = count;
         count += ptx::ld_shared_cluster(ptx::mapa(address, other));
       }
+#pragma unroll 1
+      for (int of_warp = 0; of_warp < kWarps; ++of_warp) places[of_warp][expert] += before;
     }
     counts[expert] = count;
   }
@@ -85,7 +124,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < warp; ++i) before += warp_sums[i];
   for (int expert = first; expert < min(first + kOwned, kExperts); ++expert) {
     starts[expert] = static_cast<int>(min(before, static_cast<int64_t>(capacity)));
-    places[expert] += starts[expert];
     before += static_cast<int64_t>(ceil_div(counts[expert], block)) * block;
   }
   if (threadIdx.x == kThreads - 1) {
@@ -107,13 +145,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  if constexpr (!kFromOffsets) {
-    for (int pair = begin_pair + threadIdx.x; pair < end_pair; pair += kThreads) {
-      const int expert = ids[pair];
-      if (static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts)) {
-        sorted_pairs[atomicAdd(places + expert, 1)] = pair;
-      }
-    }
-  }
+  if constexpr (!kFromOffsets) place_pairs(true);
   cluster_sync_before_exit<kCluster>();
 }

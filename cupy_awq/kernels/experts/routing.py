@@ -16,7 +16,7 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
-MAX_EXPERTS = 3000
+MAX_EXPERTS = 2048
 """The largest number of experts, whose counts shared memory holds."""
 MAX_ROUTER_EXPERTS = 1024
 """The largest number of experts of `ExpertChoice`, whose scores of four tokens shared memory holds."""
@@ -145,7 +145,9 @@ class SortTokens(SoleConfigFamily[TokenSort]):
         """Return the launch plan; the buffers are ids, sorted_pairs, experts and sorted_count."""
         shares = problem.pairs >= SHARED_PAIRS and device.has(Capability.CLUSTERS) and not problem.from_offsets
         cluster = 8 if shares else 1
-        threads = 512 if problem.pairs <= 2048 * cluster else 1024
+        # A warp has counts of its own; the shared memory of a CTA is that of 12,288 counts.
+        warps = min(16 if problem.pairs <= 2048 * cluster else 32, (12000 // problem.experts) - 3)
+        threads = 32 << (warps.bit_length() - 1)
         defines: dict[str, int | str] = {"EXPERTS": problem.experts, "FROM_OFFSETS": int(problem.from_offsets)}
         defines["CLUSTER"] = cluster
         sizes = int32s(problem.pairs, problem.block, problem.blocks * problem.block)
