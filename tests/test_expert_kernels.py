@@ -19,7 +19,7 @@ from cupy_awq.kernels.experts.expert_gemm_sm90 import EXPERT_GEMM_SM90
 from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.layer import BLOCKS, ExpertLayer, list_steps, modelled_us, plan_layer
 from cupy_awq.kernels.experts.problem import ExpertProduct
-from cupy_awq.kernels.experts.routing import CHOOSE_EXPERTS, ExpertChoice
+from cupy_awq.kernels.experts.routing import CHOOSE_EXPERTS, ROUTE_TOKENS, ExpertChoice, TokenRouting
 from cupy_awq.kernels.family import AnyFamily, SoleConfig
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from cupy_awq.runtime import compile as compiler
@@ -220,6 +220,52 @@ def test_router(backend: str, arch: int, options: dict[str, Any]) -> None:
     expected_ids, expected = float64_topk(logits, 6, bias=bias, **options)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "experts", "width", "delta", "options"),
+    [
+        (60, "float16", 44, 72, True, {}),
+        (80, "bfloat16", 44, 2056, False, {"scoring": "sigmoid", "bias": True, "groups": (4, 2)}),
+        (90, "float16", 44, 2304, True, {"renormalize": False}),
+        (90, "bfloat16", 300, 136, False, {}),
+    ],
+)
+def test_norm_and_router_in_one_launch(
+    backend: str, arch: int, dtype: str, experts: int, width: int, delta: bool, options: dict[str, Any]
+) -> None:
+    """h, x, ids and weights are those of float64, also in a second launch, which finds its counters reset."""
+    rng, here, element = np.random.default_rng(width), facts(arch, backend), DTYPES[dtype]
+    options = {"renormalize": True, "scoring": "softmax", "groups": None, "scale": 1.0, **options}
+    has_bias = options.pop("bias", False)
+    arrays: dict[str, Any] = {
+        "delta": rng.standard_normal((3, width)).astype(element) if delta else None,
+        "norm_weight": rng.standard_normal(width).astype(np.float32),
+        "router": (rng.standard_normal((experts, width)) * width**-0.5).astype(element),
+        "bias": rng.standard_normal(experts).astype(np.float32) if has_bias else None,
+        "counters": np.zeros(3, np.uint32),
+    }
+    choice = ExpertChoice(
+        3, experts, 6, "float32", options["scoring"] == "sigmoid", has_bias, options["renormalize"],
+        *(options["groups"] or (1, 1)), options["scale"], experts,
+    )  # fmt: skip
+    plan = ROUTE_TOKENS.plan(SoleConfig(), TokenRouting(choice, width, dtype, 1e-5, delta), here)
+    for _ in range(2):
+        h = rng.standard_normal((3, width)).astype(np.float32)
+        wanted = h + (arrays["delta"].astype(np.float32) if delta else 0)
+        x, logits = np.full((3, width), np.nan, element), np.full((3, experts), np.nan, np.float32)
+        ids, weights = np.full((3, 6), -7, np.int32), np.full((3, 6), np.nan, np.float32)
+        written = {"h": h, "x": x, "logits": logits, "ids": ids, "weights": weights}
+        runner(backend)(plan, {**arrays, **written})
+        np.testing.assert_array_equal(h, wanted)
+        scale = 1 / np.sqrt((wanted.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
+        np.testing.assert_allclose(x.astype(float), wanted * scale * arrays["norm_weight"], rtol=1e-2, atol=1e-6)
+        expected_logits = x.astype(np.float64) @ arrays["router"].astype(np.float64).T
+        expected_ids, expected = float64_topk(expected_logits, 6, bias=arrays["bias"], **options)
+        np.testing.assert_array_equal(ids, expected_ids)
+        np.testing.assert_allclose(weights, expected, rtol=1e-4)
+        assert not arrays["counters"].any()
 
 
 def make_layer(

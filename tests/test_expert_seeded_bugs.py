@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +18,18 @@ from cupy_awq.kernels.gemm.gemm_mma_fragments import GemmFragmentsConfig
 from cupy_awq.runtime import device
 from tests.backends import runner
 from tests.simt.seeds import OUTSIDE, RACE, VALUES, assert_caught_by, caught_by
-from tests.test_expert_kernels import check_product, test_router, test_sort
+from tests.test_expert_kernels import (
+    check_product,
+    test_norm_and_router_in_one_launch,
+    test_router,
+    test_sort,
+)
 
-MAIN, LOOP, TILES, UNIT, SORT, CHOICE = (
+MAIN, LOOP, TILES, UNIT, SORT, CHOICE, ROUTE = (
     f"experts/{name}"
     for name in (
         "expert_gemm.cu", "expert_gemm_mainloop.cuh", "expert_gemm_tiles.cu", "expert_unit.cuh", "sort_tokens.cu",
-        "choose_experts.cu",
+        "expert_choice.cuh", "route_tokens.cu",
     )
 )  # fmt: skip
 HERE = replace(device.nominal(80), sm_count=2)
@@ -168,6 +174,24 @@ SEEDS: dict[str, Seed] = {
     ),
     "the last of equal experts": ("router", CHOICE, "__ffs(owners) - 1", "31 - __clz(owners)", VALUES),
     "an expert is taken twice": ("router", CHOICE, "index) values[i] = kTaken;", "index) values[i] -= 1;", VALUES),
+    "experts are chosen before all logits are known": ("norm", ROUTE, "1u) == kCtas - 1", "1u) == 0", RACE),
+    "a counter is not reset": ("norm", ROUTE, "counters[token] = 0", "counters[token] = 1", VALUES),
+    "experts are chosen before all CTAs of a cluster have sent logits": (
+        "cluster norm", ROUTE, "    cluster_sync<kClusterSize>();\n", "    __syncthreads();\n", RACE,
+    ),
+    "logits are sent to the wrong CTA": (
+        "cluster norm", ROUTE, "ptx::mapa(target, 0)", "ptx::mapa(target, 1)", ("uninitialised", "uninitialised"),
+    ),
+    "x is multiplied before all of it is stored": (
+        "norm", ROUTE, "normed);\n  }\n  __syncthreads();", "normed);\n  }", RACE,
+    ),
+    "the sums of warps are read before they are stored": (
+        "norm", ROUTE, "= sum;\n  __syncthreads();", "= sum;", RACE,
+    ),
+    "the row of an expert that does not exist": (
+        "norm", ROUTE, "if (first_expert < kExperts) fetch", "fetch", OUTSIDE,
+    ),
+    "columns past the end of x": ("norm", ROUTE, "if (column < kWidth) ptx::", "ptx::", OUTSIDE),
 }  # fmt: skip
 
 
@@ -176,6 +200,10 @@ def outcome(case: Case | str, landing: str) -> str:
     if case in ("sort", "large sort"):
         pairs = 700 if case == "sort" else SHARED_PAIRS
         return caught_by(lambda: test_sort(landing, from_offsets=False, arch=90, pairs=pairs, experts=40, block=16))
+    if case in ("norm", "cluster norm"):
+        arch = 80 if case == "norm" else 90
+        route = functools.partial(test_norm_and_router_in_one_launch, landing, arch, "float16", 44, 2304)
+        return caught_by(lambda: route(delta=True, options={}))
     if isinstance(case, str):
         return caught_by(lambda: test_router(landing, 80, {}))
     problem, config = case

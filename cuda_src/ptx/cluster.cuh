@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "barrier.cluster", "mapa", "st.async", "Special Registers: %cluster_ctarank". Synchronization of a cluster
-// and access to its distributed shared memory (DSMEM); sm_90 and newer.
+// PTX ISA: "barrier.cluster", "mapa", "ld", "st", "st.async", "Special Registers: %cluster_ctarank". Synchronization of
+// a cluster and access to its distributed shared memory (DSMEM); sm_90 and newer.
 #pragma once
 
 namespace ptx {
@@ -35,11 +35,11 @@ __device__ __forceinline__ unsigned mapa(unsigned shared_address, unsigned rank)
   return out;
 }
 
-// ld.shared::cluster.s32: loads a value from the shared memory of a CTA.
-__device__ __forceinline__ int ld_shared_cluster(unsigned cluster_address) {
-  int out;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(out) : "r"(cluster_address) : "memory");
-  return out;
+// ld.shared::cluster.u32: loads a word from the shared memory of a CTA.
+__device__ __forceinline__ unsigned ld_shared_cluster(unsigned cluster_address) {
+  unsigned value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(cluster_address) : "memory");
+  return value;
 }
 
 // st.shared::cluster.v4.f32: stores four values to the shared memory of a CTA; the address is a multiple of 16.
@@ -47,6 +47,11 @@ __device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, cons
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(values[0]),
                "f"(values[1]), "f"(values[2]), "f"(values[3])
                : "memory");
+}
+
+// st.shared::cluster.f32: stores a value to the shared memory of a CTA.
+__device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address), "f"(value) : "memory");
 }
 
 // st.async: stores four values to the shared memory of a CTA and completes 16 bytes on an mbarrier of that CTA.

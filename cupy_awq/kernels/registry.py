@@ -27,10 +27,12 @@ from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.kernels.experts.routing import (
     CHOOSE_EXPERTS,
+    ROUTE_TOKENS,
     SORT_TOKENS,
     SUM_EXPERTS,
     ExpertChoice,
     ExpertSum,
+    TokenRouting,
     TokenSort,
 )
 from cupy_awq.kernels.family import AnyFamily, KernelProblem
@@ -101,6 +103,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     ThresholdSearch: (SAMPLING_THRESHOLD,),
     ExpertProduct: (EXPERT_GEMM, EXPERT_GEMM_TILES, EXPERT_GEMM_SM90, EXPERT_GEMM_SIMT),
     ExpertChoice: (CHOOSE_EXPERTS,),
+    TokenRouting: (ROUTE_TOKENS,),
     TokenSort: (SORT_TOKENS,),
     ExpertSum: (SUM_EXPERTS,),
 }

@@ -12,7 +12,7 @@ from cupy_awq.activation import Activation
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks
-from cupy_awq.kernels.experts.routing import ExpertSum, TokenSort
+from cupy_awq.kernels.experts.routing import ExpertSum, TokenRouting, TokenSort
 from cupy_awq.kernels.family import KernelProblem, Workspace
 from cupy_awq.kernels.gemm.problem import AWQ
 from cupy_awq.runtime.device import Device
@@ -25,6 +25,8 @@ BLOCKS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144)
 """The numbers of rows per block of sorted rows to try; a block has rows of one expert."""
 ALIGNMENT = 256
 """The alignment of the parts of the scratch memory, in bytes."""
+
+plan_routing = select.planner(TokenRouting)
 
 
 class ExpertForm(NamedTuple):

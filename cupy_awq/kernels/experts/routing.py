@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small kernels around the grouped products: ``choose_experts``, ``sort_tokens`` and ``sum_experts``."""
+"""The small kernels around the grouped products.
+
+They are ``choose_experts``, ``route_tokens``, ``sort_tokens`` and ``sum_experts``.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,12 @@ MAX_EXPERTS = 2048
 """The largest number of experts, whose counts shared memory holds."""
 MAX_ROUTER_EXPERTS = 1024
 """The largest number of experts of `ExpertChoice`, whose scores of four tokens shared memory holds."""
+MAX_ROUTED_WIDTH = 16384
+"""The largest number of columns of `TokenRouting`, of which shared memory holds a token."""
+CLUSTER_CTAS = 8
+"""The number of CTAs of the clusters that sort and route."""
+MAX_CLUSTER_ROUTER_BYTES = 2 << 20
+"""The largest size in bytes of the weight of a router that a cluster reads for a token."""
 MAX_TOKENS = 65535
 """The largest number of tokens of a sum, the size of a grid along y."""
 SHARED_PAIRS = 2048
@@ -64,6 +73,16 @@ class ExpertChoice(MemoryBoundProblem):
         """The size of logits, ids and weights in bytes."""
         return self.m * (self.experts * ITEMSIZE[self.dtype] + 8 * self.top_k)
 
+    def defines(self) -> dict[str, int | str]:
+        """Return the compile-time constants (name, value) of the choice."""
+        return {
+            "EXPERTS": self.experts,
+            "GROUPS": self.groups,
+            "SIGMOID": int(self.is_sigmoid),
+            "HAS_BIAS": int(self.has_bias),
+            "RENORMALIZE": int(self.renormalize),
+        }
+
     @classmethod
     def common_problems(cls) -> Iterator[ExpertChoice]:
         """Yield routers of common models, which the compile command compiles in advance."""
@@ -84,17 +103,86 @@ class ChooseExperts(SoleConfigFamily[ExpertChoice]):
     def plan(self, config: SoleConfig, problem: ExpertChoice, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are logits, bias, ids and weights."""
         threads = 128
-        defines: dict[str, int | str] = {
-            "X": TYPES[problem.dtype],
-            "EXPERTS": problem.experts,
-            "GROUPS": problem.groups,
-            "SIGMOID": int(problem.is_sigmoid),
-            "HAS_BIAS": int(problem.has_bias),
-            "RENORMALIZE": int(problem.renormalize),
-        }
         sizes = int32s(problem.m, problem.top_k, problem.kept, problem.ld)
         arguments = ("logits", "bias", "ids", "weights", *sizes, np.float32(problem.scale))
+        defines = problem.defines() | {"X": TYPES[problem.dtype]}
         return _plan(device, self.NAME, defines, (ceil_div(problem.m, threads // 32), 1, 1), threads, arguments)
+
+
+@dataclass(frozen=True)
+class TokenRouting(MemoryBoundProblem):
+    """The RMSNorm of a few tokens, their router, and the choice of their experts.
+
+    Attributes:
+        choice: the choice, from logits that are float32.
+        width: number of columns of the residual stream.
+        dtype: dtype of x, of the router's weight and of delta.
+        eps: epsilon of the RMSNorm.
+        delta: whether delta [m, width] is added to the residual stream first.
+    """
+
+    choice: ExpertChoice
+    width: int
+    dtype: str
+    eps: float
+    delta: bool
+
+    def __str__(self) -> str:
+        return f"RMSNorm and {self.choice}"
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of the residual stream and x, and of the router's weight, which each token reads."""
+        itemsize = ITEMSIZE[self.dtype]
+        stream = self.width * (4 + itemsize + (4 + itemsize if self.delta else 0))
+        return self.choice.m * (stream + self.choice.experts * self.width * itemsize) + self.choice.nbytes
+
+    @classmethod
+    def common_problems(cls) -> Iterator[TokenRouting]:
+        """Yield routers of common models, which the compile command compiles in advance."""
+        for choice, width in zip(ExpertChoice.common_problems(), (2048, 4096, 4096), strict=True):
+            yield cls(choice, width, "float16", 1e-6, True)
+
+
+class RouteTokens(SoleConfigFamily[TokenRouting]):
+    """The kernel family ``route_tokens``, with a warp per token and expert."""
+
+    NAME = "route_tokens"
+
+    def refusal(self, problem: TokenRouting, device: Device) -> str | None:
+        if problem.width > MAX_ROUTED_WIDTH:
+            return f"needs at most {MAX_ROUTED_WIDTH} columns, not {problem.width}"
+        return CHOOSE_EXPERTS.refusal(problem.choice, device)
+
+    def plan(self, config: SoleConfig, problem: TokenRouting, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are named as in ``route_tokens.cu``."""
+        choice, router_bytes = problem.choice, problem.choice.experts * problem.width * ITEMSIZE[problem.dtype]
+        is_cluster = device.has(Capability.CLUSTERS) and router_bytes <= MAX_CLUSTER_ROUTER_BYTES
+        threads = 512 if is_cluster else 256
+        ctas = CLUSTER_CTAS if is_cluster else ceil_div(choice.experts, threads // 32)
+        defines = choice.defines() | {
+            "X": TYPES[problem.dtype],
+            "WIDTH": problem.width,
+            "HAS_DELTA": int(problem.delta),
+            "CTAS": ctas,
+            "IS_CLUSTER": int(is_cluster),
+        }
+        buffers = (
+            "h",
+            "delta",
+            "norm_weight",
+            "router",
+            "bias",
+            "x",
+            "logits",
+            "counters",
+            "ids",
+            "weights",
+        )
+        floats = np.float32(choice.scale), np.float32(problem.eps)
+        arguments = (*buffers, *int32s(choice.top_k, choice.kept), *floats)
+        plan = _plan(device, self.NAME, defines, (ctas, choice.m, 1), threads, arguments)
+        return replace(plan, cluster=(ctas if is_cluster else 1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -144,7 +232,7 @@ class SortTokens(SoleConfigFamily[TokenSort]):
     def plan(self, config: SoleConfig, problem: TokenSort, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are ids, sorted_pairs, experts and sorted_count."""
         shares = problem.pairs >= SHARED_PAIRS and device.has(Capability.CLUSTERS) and not problem.from_offsets
-        cluster = 8 if shares else 1
+        cluster = CLUSTER_CTAS if shares else 1
         # A warp has counts of its own; the shared memory of a CTA is that of 12,288 counts.
         warps = min(16 if problem.pairs <= 2048 * cluster else 32, (12000 // problem.experts) - 3)
         threads = 32 << (warps.bit_length() - 1)
@@ -231,4 +319,4 @@ def _plan(
     return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, dependent=dependent)
 
 
-CHOOSE_EXPERTS, SORT_TOKENS, SUM_EXPERTS = ChooseExperts(), SortTokens(), SumExperts()
+CHOOSE_EXPERTS, ROUTE_TOKENS, SORT_TOKENS, SUM_EXPERTS = ChooseExperts(), RouteTokens(), SortTokens(), SumExperts()

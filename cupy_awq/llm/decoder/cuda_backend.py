@@ -28,7 +28,7 @@ from cupy_awq.llm.decoder.backend import OPTIONS, DecoderOps, Forward
 from cupy_awq.llm.decoder.block_pool import BLOCK
 from cupy_awq.llm.decoder.cuda_steps import CudaSteps
 from cupy_awq.llm.decoder.forward import Attend, ColumnOrder, HostOrder, Norm, Operation, Projection
-from cupy_awq.llm.decoder.fused_operations import AddAndNorm, NormAndProject, fuse, next_part
+from cupy_awq.llm.decoder.fused_operations import AddAndNorm, NormAndMix, NormAndProject, fuse, next_part
 from cupy_awq.llm.decoder.step_graphs import CudaRows
 from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Module, Linear
@@ -168,7 +168,7 @@ class CudaOps(DecoderOps):
     def make_experts(self, *parts: Any) -> Projection:
         if self._batch_invariant:
             raise ValueError("batch_invariant: expected False for a mixture of experts on a GPU, got True")
-        return cuda_experts.make_experts(self, self.dtype, *parts)
+        return cuda_experts.Mixture(self, self.dtype, *parts)
 
     def make_head(self, part: Linear) -> Projection:
         if not isinstance(part, Module):
@@ -200,6 +200,8 @@ class CudaOps(DecoderOps):
             for operation in fused:
                 if isinstance(operation, NormAndProject):
                     stream, x = self.norm_and_project(stream, operation)
+                elif isinstance(operation, NormAndMix):
+                    stream = self.norm_and_mix(stream, operation)
                 elif isinstance(operation, Attend):
                     x = self.attend(operation, x, rows)
                 elif isinstance(operation, AddAndNorm):
@@ -236,6 +238,14 @@ class CudaOps(DecoderOps):
                 return ResidualStream(stream.h, inverse_rms=inverse_rms), y
         stream, x = self.rms_norm(stream, norm)
         return stream, projection(x)
+
+    def norm_and_mix(self, stream: ResidualStream, fused: NormAndMix) -> ResidualStream:
+        """Execute a `NormAndMix`. For few tokens, the router's kernel includes the norm and the addition of delta."""
+        y = fused.mixture.mix_stream(stream.h, stream.delta, fused.norm)
+        if y is None:
+            stream, x = self.rms_norm(stream, fused.norm)
+            y = fused.mixture(x)
+        return ResidualStream(stream.h, delta=y)
 
     def add_and_norm(self, stream: ResidualStream, x: Array, fused: AddAndNorm) -> ResidualStream:
         """Execute an `Add`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.

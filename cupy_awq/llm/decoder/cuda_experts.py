@@ -11,55 +11,121 @@ import numpy.typing as npt
 
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
+from cupy_awq.kernels.decoder import decoder as kernels
+from cupy_awq.kernels.experts.layer import plan_routing
+from cupy_awq.kernels.experts.routing import ExpertChoice
 from cupy_awq.llm.decoder import upload
-from cupy_awq.llm.decoder.backend import DecoderOps, MlpWeights
-from cupy_awq.llm.decoder.forward import Projection
+from cupy_awq.llm.decoder.backend import MlpWeights
+from cupy_awq.llm.decoder.cuda_steps import LaunchingOps
+from cupy_awq.llm.decoder.forward import Norm, Projection
 from cupy_awq.llm.families.description import Experts, LinearSpec, Mlp
 from cupy_awq.llm.files.model_files import DenseLinear, Linear
 from cupy_awq.ops.experts import moe, topk
 from cupy_awq.ops.packed_experts import PackedExperts
 
+MAX_ROUTED_TOKENS = 4
+"""The largest number of tokens whose RMSNorm and router one kernel computes."""
 
-def make_experts(
-    ops: DecoderOps,
-    dtype: np.dtype[Any],
-    spec: Experts,
-    router: Linear,
-    bias: npt.NDArray[Any] | None,
-    experts: Sequence[MlpWeights],
-    shared: MlpWeights | None,
-    shared_gate: Linear | None,
-) -> Projection:
-    """Return the function from x, of a dtype, to a mixture of experts; see `DecoderOps.make_experts`.
+
+class Mixture:
+    """A mixture of experts: the function from x [.., hidden] to its result; see `DecoderOps.make_experts`.
 
     Raises ValueError unless the experts have 4-bit codes of one form, and the router and gate are dense.
     """
-    import cupy
 
-    options, logits = spec.router, _make_logits(ops, dtype, spec.router.linear, router)
-    own = _make_shared(ops, dtype, spec, shared, shared_gate)
-    gate_up, down = _stack_mlps([spec.mlp(i) for i in range(len(experts))], experts)
-    correction = None if bias is None else cupy.asarray(bias.astype(np.float32))
+    def __init__(
+        self,
+        ops: LaunchingOps,
+        dtype: np.dtype[Any],
+        spec: Experts,
+        router: Linear,
+        bias: npt.NDArray[Any] | None,
+        experts: Sequence[MlpWeights],
+        shared: MlpWeights | None,
+        shared_gate: Linear | None,
+    ) -> None:
+        import cupy
 
-    def mix(x: Array) -> Array:
-        rows = x.reshape(-1, x.shape[-1])
+        self._ops, self._dtype, self._options = ops, dtype, spec.router
+        self._logits = _DenseLogits(ops, dtype, spec.router.linear, router)
+        self._shared = _make_shared(ops, dtype, spec, shared, shared_gate)
+        self._weights = _stack_mlps([spec.mlp(i) for i in range(len(experts))], experts)
+        self._bias = None if bias is None else cupy.asarray(bias.astype(np.float32))
+        self._counters = cupy.zeros(MAX_ROUTED_TOKENS, np.uint32)
+
+    def __call__(self, x: Array) -> Array:
+        rows, options = x.reshape(-1, x.shape[-1]), self._options
         ids, weights = topk(
-            logits(rows),
+            self._logits(rows),
             options.top_k,
             renormalize=options.renormalize,
             scoring=options.scoring,
-            bias=correction,
+            bias=self._bias,
             groups=options.groups,
             scale=options.scale,
         )
-        y = moe(rows, ids, weights, gate_up, down, shared=None if own is None else own(rows))
-        return y.reshape(x.shape)
+        return self._mix(rows, ids, weights).reshape(x.shape)
 
-    return mix
+    def mix_stream(self, h: Array, delta: Array | None, norm: Norm) -> Array | None:
+        """Add delta [.., hidden] to the residual stream h [.., hidden] in place and return the result for its RMSNorm.
+
+        Returns None, and does nothing, if no kernel computes the norm and the router together.
+        """
+        import cupy
+
+        options, width = self._options, h.shape[-1]
+        m, experts = h.size // width, options.linear.n
+        if m > MAX_ROUTED_TOKENS or self._logits.parts > 1:
+            return None
+        groups, is_sigmoid, has_bias = options.groups or (1, 1), options.scoring == "sigmoid", self._bias is not None
+        choice = ExpertChoice(
+            m, experts, options.top_k, "float32", is_sigmoid, has_bias, options.renormalize, *groups, options.scale,
+            experts,
+        )  # fmt: skip
+        plan = plan_routing(self._ops.device, choice, width, self._dtype.name, norm.eps, delta is not None)
+        x, logits = cupy.empty((m, width), self._dtype), cupy.empty((m, experts), np.float32)
+        ids, weights = cupy.empty((m, options.top_k), np.int32), cupy.empty((m, options.top_k), np.float32)
+        read = {"delta": delta, "norm_weight": norm.weight, "router": self._logits.weight, "bias": self._bias}
+        written = {"h": h, "x": x, "logits": logits, "counters": self._counters, "ids": ids, "weights": weights}
+        self._ops.run(plan, **read, **written)
+        return self._mix(x, ids, weights).reshape(h.shape)
+
+    def _mix(self, rows: Array, ids: Array, weights: Array) -> Array:
+        """Return the weighted sum of each token's experts, plus the result of the shared expert."""
+        return moe(rows, ids, weights, *self._weights, shared=None if self._shared is None else self._shared(rows))
+
+
+class _DenseLogits:
+    """A dense linear layer with float32 results: a function from rows of x.
+
+    Attributes:
+        weight: array [parts * N, K] of the dtype of x. A float32 weight is the sum of two weights of this dtype.
+        parts: the number of weights, 1 or 2.
+    """
+
+    def __init__(self, ops: LaunchingOps, dtype: np.dtype[Any], spec: LinearSpec, part: Linear) -> None:
+        import cupy
+
+        if not isinstance(part, DenseLinear):
+            raise ValueError(f"{spec.name}: expected a dense linear layer on a GPU, got a quantized one")
+        high = part.weight.astype(dtype)
+        low = (part.weight.astype(np.float32) - high.astype(np.float32)).astype(dtype)
+        self.parts = 2 if low.any() else 1
+        self.weight = cupy.asarray(np.concatenate([high, low][: self.parts]))
+        self._ops, self._dtype = ops, dtype
+
+    def __call__(self, rows: Array) -> Array:
+        import cupy
+
+        (m, k), n = rows.shape, len(self.weight)
+        y = cupy.empty((m, n), np.float32)
+        plan = kernels.plan_dense(self._ops.device, m, n, k, self._dtype.name, "float32", bias=False)
+        self._ops.run(plan, x=cupy.ascontiguousarray(rows), w=self.weight, bias=None, y=y)
+        return y if self.parts == 1 else y[:, : n // 2] + y[:, n // 2 :]
 
 
 def _make_shared(
-    ops: DecoderOps, dtype: np.dtype[Any], spec: Experts, weights: MlpWeights | None, gate: Linear | None
+    ops: LaunchingOps, dtype: np.dtype[Any], spec: Experts, weights: MlpWeights | None, gate: Linear | None
 ) -> Projection | None:
     """Return the function from rows of x to the result of the shared expert, if there is one, times its gate.
 
@@ -70,26 +136,9 @@ def _make_shared(
     if gate is None or spec.shared_gate is None:
         project, leave = ops.make_projection(weights[:2], gated=True), ops.make_projection(weights[2:])
         return lambda x: leave(project(x))
-    logits = _make_logits(ops, dtype, spec.shared_gate, gate)
+    logits = _DenseLogits(ops, dtype, spec.shared_gate, gate)
     gate_up, down = _stack_mlps([spec.shared], [weights])
     return lambda x: moe(x, *topk(logits(x), 1, renormalize=False, scoring="sigmoid"), gate_up, down)
-
-
-def _make_logits(ops: DecoderOps, dtype: np.dtype[Any], spec: LinearSpec, part: Linear) -> Projection:
-    """Return a dense linear layer with float32 results. A float32 weight is the sum of two weights of ``dtype``."""
-    if not isinstance(part, DenseLinear):
-        raise ValueError(f"{spec.name}: expected a dense linear layer on a GPU, got a quantized one")
-    high = part.weight.astype(dtype)
-    low = (part.weight.astype(np.float32) - high.astype(np.float32)).astype(dtype)
-    if not low.any():
-        return ops.make_head(part)
-    both = ops.make_head(DenseLinear(np.concatenate([high, low]), None))
-
-    def project(x: Array) -> Array:
-        y = both(x)
-        return y[:, : spec.n] + y[:, spec.n :]
-
-    return project
 
 
 def _stack_mlps(specs: Sequence[Mlp], mlps: Sequence[MlpWeights]) -> tuple[PackedExperts, PackedExperts]:

@@ -12,6 +12,7 @@ from cupy_awq.check import Array
 from cupy_awq.kernels.gemm.problem import NO_PREFETCH, NextWeight
 from cupy_awq.kernels.hopper import HOPPER
 from cupy_awq.linear import AwqLinear
+from cupy_awq.llm.decoder.cuda_experts import Mixture
 from cupy_awq.llm.decoder.forward import Add, Attend, Norm, Operation, Project, Projection
 from cupy_awq.runtime.device import Device
 
@@ -60,7 +61,15 @@ class AddAndNorm:
     next: NormAndProject | None
 
 
-FusedOperation: TypeAlias = NormAndProject | Attend | AddAndNorm | Norm | Project
+@dataclass(frozen=True)
+class NormAndMix:
+    """A `Norm` and the `Add` of a mixture of experts after it, whose router may compute the norm."""
+
+    norm: Norm
+    mixture: Mixture
+
+
+FusedOperation: TypeAlias = NormAndProject | NormAndMix | Attend | AddAndNorm | Norm | Project
 
 
 def fuse(operations: Sequence[Operation], positions: Mapping[Projection, Array]) -> list[FusedOperation]:
@@ -79,6 +88,8 @@ def fuse(operations: Sequence[Operation], positions: Mapping[Projection, Array])
             order = layer.order if isinstance(layer, AwqLinear) else None
             parts = order, positions.get(layer), _prefetched(layer), addition
             fused[-1] = following = NormAndProject(operation, layer, *parts)
+        elif isinstance(operation, Norm) and isinstance(after, Add) and isinstance(after.projection, Mixture):
+            fused[-1] = NormAndMix(operation, after.projection)
         elif isinstance(operation, Add):
             next_ = following if fused and fused[-1] is following else None
             addition = AddAndNorm(operation.projection, _prefetched(operation.projection), next_)
