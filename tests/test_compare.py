@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests import simt
-from tests.peers import compare, first_choice, interleave, plain_read, random_problems, render
+from tests.peers import compare, first_choice, interleave, plain_read, predicted, random_problems, render
 from tests.peers.comparison import Comparison
 
 
@@ -156,8 +156,9 @@ def test_compiles_the_first_choices_and_the_configurations_of_a_sample(monkeypat
         def __init__(self) -> None:
             self.kernels: list[Any] = []
 
-        def submit(self, function: Any, kernel: Any) -> Any:
+        def submit(self, function: Any, kernel: Any, form: str = "cubin") -> Any:
             assert function is random_problems.build
+            assert form == "cubin"
             self.kernels.append(kernel)
             return kernel
 
@@ -169,3 +170,18 @@ def test_compiles_the_first_choices_and_the_configurations_of_a_sample(monkeypat
     every: Any = first_choice.submit(pool, [(4096, 4096, 1), (4096, 4096, 100)], gpu)
     assert [kernel in some for kernel, some in zip(first, every.values(), strict=True)] == [True, True]
     assert all(len(some) > 20 for some in every.values())
+
+
+def test_a_setting_limits_the_gpu_and_a_table_compares_its_times() -> None:
+    from cupy_awq.runtime import device
+
+    gpu = device.nominal(90)
+    limited = predicted.Setting(80, sms=16, shared_kib=100).limit(gpu)
+    assert (limited.arch, limited.native, limited.sm_count, limited.shared_bytes_per_sm) == (80, 90, 16, 102400)
+    for problem in predicted.problems(1, 6):
+        found = predicted.first_candidates(problem, limited, 3)
+        assert all(candidate.config.shared_bytes(problem) <= 99 << 10 for candidate in found)
+        assert [candidate.us for candidate in found] == sorted(candidate.us for candidate in found)
+    times = [{"estimate_us": [9.0, 10.0], "us": [10.0, 8.0]}, {"estimate_us": [12.0], "us": [10.0]}]
+    rows = predicted.summarize([{"setting": "sm_80", **record} for record in times])
+    assert rows == [["sm_80", 2, "1.04", "15.0%", "1.118", "1.25"]]

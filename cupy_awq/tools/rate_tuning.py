@@ -64,10 +64,14 @@ def measure(index: int, progress: Callable[[str], None]) -> dict[str, float]:
             f"tune --rates: expected a GPU of sm_75 or newer and no {devices.ARCH_VARIABLE}, got {gpu.name}"
         )
     with placement.use_device(index):
-        return _measure(gpu, index, progress)
+        return measure_within(gpu, index, progress)
 
 
-def _measure(gpu: Device, index: int, progress: Callable[[str], None]) -> dict[str, float]:
+def measure_within(gpu: Device, index: int, progress: Callable[[str], None]) -> dict[str, float]:
+    """Return the measured rates of the current GPU, whose ordinal is ``index``, within the limits of ``gpu``.
+
+    These are an older architecture, whose mma.sync is used, and a number of SMs.
+    """
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()

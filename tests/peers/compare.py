@@ -7,6 +7,7 @@
     python tests/peers/compare.py --libraries .peers --peers fp16,marlin,ours --shapes 4096x12288 --ms 1,16,64,1024
     python tests/peers/compare.py --libraries .peers --random 7 --best 27 --json tests/peers/tables/random_h100_7.json
     python tests/peers/compare.py --libraries .peers --against tests/peers/h100.json
+    CUPY_AWQ_ARCH=80 python tests/peers/compare.py --libraries .peers --peers marlin,ours --random 7 --shared-kib 100
 
 It needs PyTorch 2.11 for CUDA 13 and Python 3.12, which the package itself does not.
 
@@ -45,6 +46,7 @@ from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
@@ -53,7 +55,7 @@ if __name__ == "__main__":
 from cupy_awq import atomic  # noqa: E402
 from cupy_awq.runtime import device  # noqa: E402
 from cupy_awq.tools.table import render  # noqa: E402
-from tests.peers import first_choice, interleave, plain_read, random_problems  # noqa: E402
+from tests.peers import first_choice, interleave, plain_read, predicted, random_problems  # noqa: E402
 from tests.peers.comparison import Comparison  # noqa: E402
 from tests.peers.interleave import Graph  # noqa: E402
 
@@ -325,6 +327,7 @@ def main() -> None:
         "--best", metavar="N", type=int, default=0, help="compare the first choice with all configurations in N cells"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape and no cell after this time")
+    parser.add_argument("--shared-kib", metavar="N", type=int, help="choose as if an SM had N KiB of shared memory")
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--against", metavar="FILE", type=Path, help="also print the times over those of this file")
     parser.add_argument("--libraries", metavar="DIR", default=str(HERE), help="the folder that prepare.sh filled")
@@ -335,6 +338,9 @@ def main() -> None:
     if arguments.random is not None:
         shapes, ms = random_problems.shapes(arguments.random, arguments.count), random_problems.rows(arguments.random)
     cells = [(k, n, m) for k, n in shapes for m in ms]
+    if arguments.shared_kib:
+        limited = predicted.Setting(None, shared_kib=arguments.shared_kib).limit(device.current())
+        mock.patch.object(device, "of", return_value=limited).start()
     gpu = device.current()
     marks = [("", time.monotonic())]
 

@@ -68,9 +68,9 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logarithms) / len(logarithms))
 
 
-def build(kernel: Kernel) -> None:
+def build(kernel: Kernel, form: str = "cubin") -> None:
     """Compile a kernel into the disk cache; a function of the module, so that worker processes can import it."""
-    compiler.build(kernel)
+    compiler.build(kernel, form)
 
 
 def compile_pool() -> ProcessPoolExecutor:
@@ -85,4 +85,5 @@ def submit_chosen(
     """Start the compilation of the kernels that AwqLinear chooses for the cells (K, N, M)."""
     problems = [Problem(m, n, k, 128, layouts=(AWQ, FRAGMENTS)) for k, n, m in cells]
     kernels = dict.fromkeys(choose(problem, device).plan.kernel for problem in problems)
-    return [pool.submit(build, kernel) for kernel in kernels]
+    form = "cubin" if device.is_native else "ptx"
+    return [pool.submit(build, kernel, form) for kernel in kernels]
