@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -16,10 +17,10 @@ from cupy_awq import block_reference
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import select
-from cupy_awq.kernels.conv2d import conv2d_sm80, conv2d_sm90
+from cupy_awq.kernels.conv2d import conv2d_mma, conv2d_sm90
 from cupy_awq.kernels.conv2d.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.conv2d.conv2d_mma import CONV2D_MMA
 from cupy_awq.kernels.conv2d.conv2d_simt import CONV2D_SIMT
-from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
 from cupy_awq.kernels.conv2d.problem import (
@@ -122,21 +123,20 @@ def with_strides(sizes: ConvolutionSizes, **options: Any) -> Convolution:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("arch", "dtype"), [(75, "float16"), *product((80, 90), ("float16", "bfloat16"))])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None:
-    """Every tile of conv2d_sm80 gives right results where the last tiles are partly empty in pixels, outputs and K.
+def test_every_mma_tile(backend: str, arch: int, dtype: str, bits: int) -> None:
+    """Every tile of conv2d_mma gives right results where the last tiles are partly empty in pixels, outputs and K.
 
     Filters are 3x3; K is whole or split in two.
     """
     sizes = ConvolutionSizes(2, 9, 9, 24, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1)
     problem = with_strides(sizes, block_size=16, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(arch, backend)
-    found = [c for c in CONV2D_SM80.configs(problem, here) if c.split_k in (1, 2)]
-    assert len(found) == 2 * len(conv2d_sm80.TILES)
+    found = [c for c in CONV2D_MMA.configs(problem, here) if c.split_k in (1, 2)]
+    assert len(found) == 2 * (len(conv2d_mma.TILES) - (arch == 75))  # the largest tile needs more than 64 KiB
     for config in sample(found, backend, 3, bits // 4 + (arch == 90)):
-        check_convolution(backend, problem, CONV2D_SM80, config, here, seed=bits)
+        check_convolution(backend, problem, CONV2D_MMA, config, here, seed=bits)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -146,7 +146,8 @@ def test_every_sm80_tile(backend: str, arch: int, dtype: str, bits: int) -> None
 def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
     """Any channels, strides, dilations, paddings, groups, filters and layouts are right on every kernel."""
     draw = data.draw
-    tensor = arch >= 80 and draw(st.booleans())
+    tensor = arch >= 75 and draw(st.booleans())
+    halves = ["float16", "bfloat16"] if arch >= 80 else ["float16"]
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     channels = draw(st.sampled_from([8, 16, 40])) if tensor and groups > 1 else draw(st.integers(1, 40))
     block = draw(st.sampled_from([8, 16, 24, 40])) if tensor else draw(st.integers(1, 40))
@@ -163,7 +164,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
         block_size=block,
         bits=draw(st.sampled_from([4, 8])),
         weight_offset=draw(st.booleans()),
-        dtype=draw(st.sampled_from(["float16", "bfloat16"] if tensor else list(DTYPES))),
+        dtype=draw(st.sampled_from(halves if tensor else list(DTYPES))),
         nhwc=draw(st.booleans()),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
         activation=draw(st.sampled_from(EPILOGUE_ACTIVATIONS)),
@@ -173,7 +174,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
     family, config = SIMT
     if tensor:
         assert tensor_core_refusal(problem, here) is None
-        family, config = CONV2D_SM80, draw(st.sampled_from(CONV2D_SM80.configs(problem, here)))
+        family, config = CONV2D_MMA, draw(st.sampled_from(CONV2D_MMA.configs(problem, here)))
     check_convolution(backend, problem, family, config, here, seed=draw(st.integers(0, 99)))
 
 
@@ -318,7 +319,7 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16").without_stride()
     here = device.nominal(90)
     chosen = select.choose(problem, here)
-    assert (chosen.name == "conv2d_sm80") == (problem.sizes.stride_w > 8)
+    assert (chosen.name == "conv2d_mma") == (problem.sizes.stride_w > 8)
     for tensor_map in chosen.plan.maps:
         check_map(tensor_map, 0)
     reason = CONV2D_SM90.refusal(problem, here)
@@ -345,8 +346,7 @@ def test_a_strided_1x1_kernel(backend: str, arch: int, after: int) -> None:
     assert replace(problem, sizes=sizes._replace(pad_w=1)).without_stride().sizes.pad_w == 1
     here = facts(arch, backend)
     check_convolution(backend, problem, CONV2D_SIMT, SimtConfig(), here, seed=after)
-    if arch >= 80:
-        check_convolution(backend, problem, CONV2D_SM80, CONV2D_SM80.configs(dense, here)[0], here, seed=after)
+    check_convolution(backend, problem, CONV2D_MMA, CONV2D_MMA.configs(dense, here)[0], here, seed=after)
     if arch == 90:
         for config in one_of_each_form(dense, here):
             check_convolution(backend, problem, CONV2D_SM90, config, here, seed=after)
@@ -360,7 +360,7 @@ def test_the_stride_of_a_batch_of_one_is_never_0() -> None:
 
 
 def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -> None:
-    a100, h100 = device.nominal(80), device.nominal(90)
+    t4, a100, h100 = map(device.nominal, (75, 80, 90))
     many = with_strides(
         ConvolutionSizes(32, 56, 56, 64, 256, 1, 1, 1, 56, 56),
         block_size=64,
@@ -369,18 +369,20 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
         dtype="float16",
     )
     few = replace(many, sizes=ConvolutionSizes(1, 7, 7, 512, 512, 1, 3, 3, 7, 7, pad_h=1, pad_w=1))
-    chosen = select.choose(many, a100), select.choose(few, a100)
-    assert all(c.name == "conv2d_sm80" for c in chosen)
-    assert chosen[0].config.split_k == 1
-    assert chosen[1].config.split_k > 1
-    assert CONV2D_SM80.refusal(many, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
-    assert CONV2D_SM80.refusal(many, h100) == "is replaced by conv2d_sm90"
+    for gpu in (t4, a100):
+        chosen = select.choose(many, gpu), select.choose(few, gpu)
+        assert all(c.name == "conv2d_mma" for c in chosen)
+        assert chosen[0].config.split_k == 1
+        assert chosen[1].config.split_k > 1
+    assert CONV2D_MMA.refusal(many, device.nominal(70)) == "needs sm_75 or newer, not sm_70"
+    assert CONV2D_MMA.refusal(replace(many, dtype="bfloat16"), t4) == "needs sm_80 or newer, not sm_75"
+    assert CONV2D_MMA.refusal(many, h100) == "is replaced by conv2d_sm90"
     assert CONV2D_SIMT.refusal(many, a100) == "is replaced by the tensor-core kernels, which support this problem"
-    refusal = CONV2D_SM80.refusal
+    refusal = CONV2D_MMA.refusal
     assert refusal(replace(many, dtype="float32"), a100) == "takes x of float16 or bfloat16, not float32"
     assert "multiple of 16 bytes" in str(refusal(replace(many, aligned=False), a100))
     assert "multiples of 8 channels, not 12" in str(refusal(replace(many, block_size=12), a100))
-    for family in (CONV2D_SIMT, CONV2D_SM80, CONV2D_SM90):
+    for family in (CONV2D_SIMT, CONV2D_MMA, CONV2D_SM90):
         reason = family.refusal(replace(many, activation="silu"), h100)
         assert reason == "has no activation silu, only clamp"
     depthwise = with_strides(

@@ -4,7 +4,7 @@
 A bug is (file, old text, new text, (check, check)): the checks that catch it if asynchronous copies land as late, and
 as early, as PTX allows. A check is the kind of the simulator's fault, "values" for a wrong result, or "nothing" if the
 bug goes unnoticed. A suffix of the file selects a form of the kernel: "fp8" float8, "split" split-K, "idle" more CTAs
-than tiles, "dense" a convolution whose weight is dequantized beforehand.
+than tiles, "dense" a convolution whose weight is dequantized beforehand, "sm75" copies through registers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import BlockQuantizedWeight
-from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80, Conv2dSm80Config
+from cupy_awq.kernels.conv2d.conv2d_mma import CONV2D_MMA, Conv2dMmaConfig
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.conv2d_sm90_config import Conv2dSm90Config
 from cupy_awq.kernels.conv2d.problem import ConvolutionSizes
@@ -168,14 +168,20 @@ SEEDS = {
         "int8/quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
     ),
     "the next weights overwrite the buffer that is still read": (
-        "conv2d/conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
+        "conv2d/conv2d_mma.cu", "    buffer ^= 1;\n", "", RACE,
     ),
     "a tap to the left of the image reads the preceding row": (
-        "conv2d/conv2d_sm80.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
+        "conv2d/conv2d_mma.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
         "left[i] + dx < s.width", ("out of bounds", "out of bounds"),
     ),
     "the position in K does not move to the next row of the kernel": (
-        "conv2d/conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
+        "conv2d/conv2d_mma.cu", "        ++fy;\n", "", VALUES,
+    ),
+    "the next pixels overwrite the stage that is still read": (
+        "conv2d/conv2d_mma.cu sm75", "store_pixels(refilled);", "store_pixels(stage);", RACE,
+    ),
+    "pixels outside of the image are those of another stage": (
+        "conv2d/conv2d_mma.cu sm75", "        loaded[i] = {};\n", "", VALUES,
     ),
     "a box of x is released while wgmma still reads it": (
         "conv2d/conv2d_sm90_weight.cuh", "fetch(has_box);\n    ptx::wgmma_wait_group<1>();",
@@ -259,7 +265,8 @@ def check(file: str, landing: str) -> None:
             config = Conv2dSm90Config(False, 1, 1, 32, (1, 4, 8), 1, True, 2, 8, split_k, 1)
             check_convolution(landing, SM90_CONVOLUTION, CONV2D_SM90, config, h100, seed=0)
     elif file.startswith("conv2d"):
-        check_convolution(landing, CONVOLUTION, CONV2D_SM80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
+        gpu, stages = (device.nominal(75), 2) if file.endswith("sm75") else (a100, 3)
+        check_convolution(landing, CONVOLUTION, CONV2D_MMA, Conv2dMmaConfig(32, 2, 2, stages, 1), gpu, seed=0)
     elif file == "int8/gemm_int8_sm90.cu":
         # The ring of stages is used more than once; with blocks of 64, two blocks share a stage.
         for k, block_size in ((1040, 128), (272, 64)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from cupy_awq.kernels.conv2d.conv2d_gemm import CONV2D_GEMM
 from cupy_awq.kernels.conv2d.conv2d_int8 import CONV2D_INT8, Int8Convolution
+from cupy_awq.kernels.conv2d.conv2d_mma import CONV2D_MMA
 from cupy_awq.kernels.conv2d.conv2d_simt import CONV2D_SIMT
-from cupy_awq.kernels.conv2d.conv2d_sm80 import CONV2D_SM80
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.problem import Convolution
 from cupy_awq.kernels.decoder.attention import ATTENTION, ATTENTION_SM80, Attention
@@ -85,7 +85,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     ),
     RowQuantization: (QUANTIZE_ROWS,),
     Fp8Quantization: (QUANTIZE_FP8,),
-    Convolution: (CONV2D_GEMM, CONV2D_SM90, CONV2D_SM80, CONV2D_SIMT),
+    Convolution: (CONV2D_GEMM, CONV2D_SM90, CONV2D_MMA, CONV2D_SIMT),
     Int8Convolution: (CONV2D_INT8,),
     Repacking: (REPACK,),
     ColumnGather: (GATHER_COLUMNS,),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of the mma.sync kernels ``conv2d_sm80``, ``gemm_int8_sm75`` and ``gemm_int8_sm80``."""
+"""The configuration of the mma.sync kernels ``conv2d_mma``, ``gemm_int8_sm75`` and ``gemm_int8_sm80``."""
 
 from __future__ import annotations
 

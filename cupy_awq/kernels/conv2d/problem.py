@@ -22,7 +22,7 @@ from cupy_awq.runtime.launch_plan import Argument
 
 VECTOR_CHANNELS = 8
 """The number of 16-bit channels in a 16-byte copy of the tensor-core kernels."""
-TENSOR_CORES = Capability.MMA_M16N8K16, Capability.CP_ASYNC
+TENSOR_CORES = Capability.MMA_M16N8K8, Capability.LDMATRIX
 """The capabilities that the tensor-core convolution kernels need."""
 
 RESIDENT_THREADS = 2048
@@ -170,7 +170,8 @@ class Convolution(KernelProblem):
 def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why tensor-core kernels cannot solve the problem, or None."""
     sizes = problem.sizes
-    reason = device.refusal(TENSOR_CORES)
+    needs = (*TENSOR_CORES, Capability.BFLOAT16) if problem.dtype == "bfloat16" else TENSOR_CORES
+    reason = device.refusal(needs)
     if reason is not None:
         return reason
     if problem.dtype == "float32":

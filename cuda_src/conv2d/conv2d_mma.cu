@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh with mma.sync, for sm_80 and newer: an implicit GEMM of pixels [batch * out_h * out_w,
+// The convolution of conv2d.cuh with mma.sync, for sm_75 and newer: an implicit GEMM of pixels [batch * out_h * out_w,
 // K] and weights [outputs, K]. K is processed in vectors: a vector is one filter tap x 8 channels (16 bytes of x).
-// cp.async copies the pixels of each tap from x; weights are dequantized in registers, rounded once to X, and stored to
-// shared memory.
+// The pixels of each tap are copied from x by cp.async (ASYNC) or through registers; weights are dequantized in
+// registers, rounded once to X, and stored to shared memory. On sm_75, X is float16.
 //
 //   x       X [batch, height, width, groups * channels], contiguous channels, strides that are multiples of 8 elements
 //   codes   uint32 [groups * outputs, taps, vectors per tap, BITS / 4]. BITS = 4: the nibbles are in AWQ order
@@ -18,18 +18,18 @@
 // pixels [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; vector v of row r is stored as vector v ^ (r % 8).
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
+#include "common/mma.cuh"
 #include "dequantize/int4.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
 #include "common/reduce.cuh"
 #include "dequantize/unpack_bytes.cuh"
 
-static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
+static_assert(__CUDA_ARCH__ >= (ASYNC ? 800 : 750), "conv2d_mma needs sm_75, and sm_80 for cp.async");
 
 using Options = EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL>;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
-constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
+constexpr bool kAsync = ASYNC;
 constexpr int kWords = BITS / 4;  // number of 32-bit words that hold the codes of a vector (8 channels)
 constexpr int kTilesM = WARP_M / 16;
 constexpr int kTilesN = 4;
@@ -45,6 +45,7 @@ constexpr int kXBytes = kBlockM * kVectors * 16;
 constexpr int kWeightBytes = kBlockN * kVectors * 16;
 constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
+static_assert(kAsync || kStages == 2, "copies through registers fill the other one of two stages");
 static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
 
 // What a thread loads of the weight for one output: the codes of one vector of K, with their scale and offset.
@@ -101,9 +102,9 @@ struct KPosition {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    conv2d_sm80(const X* x, const uint32_t* codes, const X* scales, const X* offsets, const BIAS* bias, X* y,
-                float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block_vectors,
-                SIZES, float low, float high) {
+    conv2d_mma(const X* x, const uint32_t* codes, const X* scales, const X* offsets, const BIAS* bias, X* y,
+               float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block_vectors,
+               SIZES, float low, float high) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Sizes s SIZES_GIVEN;
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -147,6 +148,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   x_position.advance(tile_begin * kVectors + vector, channel_vectors, s.kernel_w);
   KPosition weight_position = x_position;
 
+  // Without cp.async, the pixels stay in registers until `store_pixels`.
+  Vector<uint32_t, 4> loaded[kAsync ? 1 : kXCopies];
   auto start_pixels = [&](int stage) {
     const int dy = x_position.fy * s.dilation_h;
     const int dx = x_position.fx * s.dilation_w;
@@ -156,10 +159,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const bool valid = x_position.vector < vectors &&
                          static_cast<unsigned>(top[i] + dy) < static_cast<unsigned>(s.height) &&
                          static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width);
-      ptx::cp_async_16(shared_begin + stage * kXBytes + target + i * kRowStep * kVectors * 16,
-                       valid ? corner[i] + step : x, valid ? 16 : 0);
+      if constexpr (kAsync) {
+        ptx::cp_async_16(shared_begin + stage * kXBytes + target + i * kRowStep * kVectors * 16,
+                         valid ? corner[i] + step : x, valid ? 16 : 0);
+      } else {
+        loaded[i] = {};
+        if (valid) loaded[i] = *reinterpret_cast<const Vector<uint32_t, 4>*>(corner[i] + step);
+      }
     }
     x_position.advance(kVectors, channel_vectors, s.kernel_w);
+  };
+
+  auto commit_pixels = [] {
+    if constexpr (kAsync) ptx::cp_async_commit_group();
+  };
+  auto store_pixels = [&](int stage) {
+    if constexpr (!kAsync) {
+#pragma unroll
+      for (int i = 0; i < kXCopies; ++i) {
+        const int at = stage * kXBytes + target + i * kRowStep * kVectors * 16;
+        *reinterpret_cast<Vector<uint32_t, 4>*>(shared + at) = loaded[i];
+      }
+    }
   };
 
   WeightVector fetched[kWeightCopies];
@@ -210,37 +231,36 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       uint32_t a[4];
       ptx::ldmatrix_x4(a, shared_begin + stage * kXBytes + (from * kVectors + (at ^ (from % 8))) * 16);
 #pragma unroll
-      for (int j = 0; j < kTilesN; ++j) {
-        if constexpr (kHalf) {
-          ptx::mma_m16n8k16_f16(accumulators[i][j], a, b[j][0], b[j][1]);
-        } else {
-          ptx::mma_m16n8k16_bf16(accumulators[i][j], a, b[j][0], b[j][1]);
-        }
-      }
+      for (int j = 0; j < kTilesN; ++j) mma<X>(accumulators[i][j], a, b[j][0], b[j][1]);
     }
   };
 
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (tile_begin + stage < tile_end) start_pixels(stage);
-    ptx::cp_async_commit_group();
+    commit_pixels();
   }
   fetch_weight();
   store_weight(0);
+  store_pixels(0);
   int stage = 0;
   int buffer = 0;
   for (int tile = tile_begin; tile < tile_end; ++tile) {
-    ptx::cp_async_wait_group<kStages - 2>();
+    if constexpr (kAsync) ptx::cp_async_wait_group<kStages - 2>();
     __syncthreads();
     // All warps have read the preceding stage and weight buffer: both can be filled again.
-    if (tile + kStages - 1 < tile_end) start_pixels(stage == 0 ? kStages - 1 : stage - 1);
-    ptx::cp_async_commit_group();
+    const int refilled = stage == 0 ? kStages - 1 : stage - 1;
+    if (tile + kStages - 1 < tile_end) start_pixels(refilled);
+    commit_pixels();
     const bool has_next = tile + 1 < tile_end;
     if (has_next) fetch_weight();
 #pragma unroll
     for (int step = 0; step < kVectors / 2; ++step) matmul(stage, buffer, step);
     buffer ^= 1;
-    if (has_next) store_weight(buffer);
+    if (has_next) {
+      store_weight(buffer);
+      store_pixels(refilled);
+    }
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 

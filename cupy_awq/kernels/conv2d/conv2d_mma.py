@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_sm80``: convolution as an implicit GEMM with mma.sync, on sm_80 and newer."""
+"""``conv2d_mma``: convolution as an implicit GEMM with mma.sync, on sm_75 and newer."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from cupy_awq.kernels.tiling import ceil_div, split_counts
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.kernels.waves import CtaWork, reduction_us, waves_us
 from cupy_awq.packing import namespace, pack_int4, pack_int8
-from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-NAME = "conv2d_sm80"
+NAME = "conv2d_mma"
 STAGE_VECTORS = 8
 """The number of 8-channel (16-byte) vectors along K per pipeline stage."""
 STAGE_ROW_BYTES = STAGE_VECTORS * VECTOR_CHANNELS * 2
 """The size in bytes of one pixel or output channel in a pipeline stage."""
 TILES = ((64, 2, 4), (64, 2, 2), (32, 2, 2))
 """The CTA tiles, largest first: (pixels per warp, warps along pixels, warps along output channels)."""
-STAGES = 3
-"""The number of pipeline stages, the buffers of x in shared memory that cp.async fills."""
+STATIC_BYTES = 128
+"""The static shared memory per CTA in bytes."""
+STAGES = {True: 3, False: 2}
+"""The number of pipeline stages, the buffers of x in shared memory, by whether cp.async fills them."""
 
 
 @dataclass(frozen=True)
-class Conv2dSm80Costs:
+class Conv2dMmaCosts:
     """Constants of the cost model; not fitted to measurements.
 
     Attributes:
@@ -56,12 +58,12 @@ class Conv2dSm80Costs:
     start: float = 0.2
 
 
-COSTS = Conv2dSm80Costs()
+COSTS = Conv2dMmaCosts()
 
 
 @dataclass(frozen=True)
-class Conv2dSm80Config(WarpTileConfig):
-    """A configuration of ``conv2d_sm80``; see `WarpTileConfig`. A pipeline stage holds 64 input channels of x."""
+class Conv2dMmaConfig(WarpTileConfig):
+    """A configuration of ``conv2d_mma``; see `WarpTileConfig`. A pipeline stage holds 64 input channels of x."""
 
     @property
     def shared_bytes(self) -> int:
@@ -76,17 +78,16 @@ def refusal(problem: Convolution, device: Device) -> str | None:
     return reason
 
 
-def configs(problem: Convolution, device: Device) -> list[Conv2dSm80Config]:
+def configs(problem: Convolution, device: Device) -> list[Conv2dMmaConfig]:
     """Return a configuration for each split-K factor and each CTA tile that fits in shared memory."""
+    stages = STAGES[device.has(Capability.CP_ASYNC)]
     found = [
-        Conv2dSm80Config(warp_m, warps_m, warps_n, STAGES, split_k)
-        for warp_m, warps_m, warps_n in TILES
-        for split_k in split_counts(_stages_of_k(problem))
+        Conv2dMmaConfig(*tile, stages, split_k) for tile in TILES for split_k in split_counts(_stages_of_k(problem))
     ]
-    return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
+    return [config for config in found if config.shared_bytes + STATIC_BYTES <= device.shared_bytes_per_block]
 
 
-def estimate_us(config: Conv2dSm80Config, problem: Convolution, device: Device) -> float:
+def estimate_us(config: Conv2dMmaConfig, problem: Convolution, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction."""
     rates, elements = device.rates, config.block_m * config.block_n
     rows, columns = _tiles(config, problem)
@@ -107,15 +108,16 @@ def estimate_us(config: Conv2dSm80Config, problem: Convolution, device: Device) 
     return rates.launch_us + waves + reduction_us(config.split_k, 4.0 * ctas * elements, device)
 
 
-def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> LaunchPlan:
+def plan(config: Conv2dMmaConfig, problem: Convolution, device: Device) -> LaunchPlan:
     """Return the launch plan; the buffers are x, codes, scales, offsets, bias, y, partials and counters."""
     defines = (
         *problem.defines(),
         ("BITS", problem.bits),
         *constants(config, "warp_m warps_m warps_n stages"),
+        ("ASYNC", int(device.has(Capability.CP_ASYNC))),
         ("EVEN", int(problem.y_aligned and problem.sizes.outputs % 2 == 0)),
     )
-    kernel = Kernel("conv2d/conv2d_sm80.cu", NAME, defines, device.target)
+    kernel = Kernel("conv2d/conv2d_mma.cu", NAME, defines, device.target)
     block_vectors = ceil_div(min(problem.block_size, problem.sizes.channels), VECTOR_CHANNELS)
     pointers = ("x", "codes", "scales", "offsets", "bias", "y", "partials", "counters")
     threads = 32 * config.warps_m * config.warps_n
@@ -124,12 +126,12 @@ def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> Laun
     return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, config.shared_bytes)
 
 
-def workspace(config: Conv2dSm80Config, problem: Convolution) -> Workspace:
+def workspace(config: Conv2dMmaConfig, problem: Convolution) -> Workspace:
     return config.workspace(math.prod(_tiles(config, problem)))
 
 
 def prepare_weight(
-    weight: BlockQuantizedWeight, config: Conv2dSm80Config, problem: Convolution
+    weight: BlockQuantizedWeight, config: Conv2dMmaConfig, problem: Convolution
 ) -> dict[str, Array | None]:
     """Return the weight buffers "codes" (one int32 word per 8 channels, or two for 8 bits), "scales" and "offsets"."""
     scales, offsets = rounded_parameters(weight, np.dtype(problem.dtype))
@@ -144,7 +146,7 @@ def _words(weight: BlockQuantizedWeight) -> Array:
     return pack_int4(padded) if weight.bits == 4 else pack_int8((padded ^ np.uint8(128)).view(np.int8))
 
 
-def _tiles(config: Conv2dSm80Config, problem: Convolution) -> tuple[int, int]:
+def _tiles(config: Conv2dMmaConfig, problem: Convolution) -> tuple[int, int]:
     """Return the numbers of CTA tiles along pixels, and along output channels (those of all groups)."""
     sizes = problem.sizes
     return ceil_div(sizes.pixels, config.block_m), ceil_div(sizes.outputs, config.block_n) * sizes.groups
@@ -156,6 +158,6 @@ def _stages_of_k(problem: Convolution) -> int:
     return ceil_div(sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, VECTOR_CHANNELS), STAGE_VECTORS)
 
 
-CONV2D_SM80 = FunctionFamily(
+CONV2D_MMA = FunctionFamily(
     NAME, configs, estimate_us, plan, refusal, needs=TENSOR_CORES, workspace=workspace, prepare_weight=prepare_weight
 )
