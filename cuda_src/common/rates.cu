@@ -46,13 +46,17 @@ template <typename C> __device__ __forceinline__ unsigned multiply(int rounds) {
   int counts[kChains][4] = {};
   unsigned a[4] = {threadIdx.x, threadIdx.x, threadIdx.x, threadIdx.x};
   for (int round = 0; round < rounds; ++round) {
+    // Operands differ by round and chain: sm_90 adds products of e4m3 by separate instructions, so that ptxas would move
+    // equal products out of the loop.
+    a[0] = round;
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) {
-      if constexpr (C::kKind == kMmaM16N8K8) ptx::mma_m16n8k8_f16(sums[chain], a[0], a[1], a[2]);
-      if constexpr (C::kKind == kMmaM16N8K16) ptx::mma_m16n8k16_f16(sums[chain], a, a[0], a[1]);
-      if constexpr (C::kKind == kMmaM16N8K32E4M3) ptx::mma_m16n8k32_e4m3(sums[chain], a, a[0], a[1]);
-      if constexpr (C::kKind == kMmaM8N8K16S8) ptx::mma_m8n8k16_s8(counts[chain][0], counts[chain][1], a[0], a[1]);
-      if constexpr (C::kKind == kMmaM16N8K32S8) ptx::mma_m16n8k32_s8(counts[chain], a, a[0], a[1]);
+      const unsigned b = threadIdx.x + chain;
+      if constexpr (C::kKind == kMmaM16N8K8) ptx::mma_m16n8k8_f16(sums[chain], a[0], a[1], b);
+      if constexpr (C::kKind == kMmaM16N8K16) ptx::mma_m16n8k16_f16(sums[chain], a, b, b);
+      if constexpr (C::kKind == kMmaM16N8K32E4M3) ptx::mma_m16n8k32_e4m3(sums[chain], a, b, b);
+      if constexpr (C::kKind == kMmaM8N8K16S8) ptx::mma_m8n8k16_s8(counts[chain][0], counts[chain][1], a[0], b);
+      if constexpr (C::kKind == kMmaM16N8K32S8) ptx::mma_m16n8k32_s8(counts[chain], a, b, b);
     }
   }
   unsigned sum = 0;

@@ -80,10 +80,13 @@ def measure_within(gpu: Device, index: int, progress: Callable[[str], None]) -> 
     sink, ctas = cupy.zeros(1, np.uint32), 2 * gpu.sm_count
     found: dict[str, float] = {}
 
-    def time_us(kind: str, ctas: int, threads: int, nbytes: int, rounds: int, array: Any = source) -> float:
+    def call(kind: str, ctas: int, threads: int, nbytes: int, rounds: int, array: Any = source) -> timing.Call:
         progress(f"{kind} {nbytes} bytes {rounds} rounds" if nbytes else f"{kind} {rounds} rounds")
         launch = plan(gpu, kind, ctas, threads, nbytes // 16, rounds)
-        return timing.on_gpu([lambda: launcher.launch(launch, {"source": array, "sink": sink}, index)])
+        return lambda: launcher.launch(launch, {"source": array, "sink": sink}, index)
+
+    def time_us(kind: str, ctas: int, threads: int, nbytes: int, rounds: int) -> float:
+        return timing.on_gpu([call(kind, ctas, threads, nbytes, rounds)])
 
     found["launch_us"] = time_us("kRead", 1, 32, 0, 0)
     read_us = time_us("kRead", ctas, THREADS, read_bytes, 1) - found["launch_us"]
@@ -94,11 +97,16 @@ def measure_within(gpu: Device, index: int, progress: Callable[[str], None]) -> 
     links, rounds = np.zeros((CHASED_BYTES // 16, 4), np.uint32), 2000
     order = np.random.default_rng(0).permutation(len(links)).astype(np.uint32)
     links[order, 0] = np.roll(order, -1)
-    found["latency_us"] = time_us("kChase", 1, 1, CHASED_BYTES, rounds, placement.to_device(links, index)) / rounds
+    # Each launch follows the same links, so a read between two launches evicts them from L2.
+    calls = [call("kRead", ctas, THREADS, CHASED_BYTES, 1)]
+    evict_us = timing.on_gpu(calls)
+    calls.append(call("kChase", 1, 1, CHASED_BYTES, rounds, placement.to_device(links, index)))
+    found["latency_us"] = (2 * timing.on_gpu(calls) - evict_us) / rounds
+    # A loop of mma without loads draws too little power to lower the clock, unlike a GEMM.
+    clock_mhz = cupy.cuda.Device(index).attributes["ClockRate"] / 1e3
     for rate, (kind, products) in mmas(gpu).items():
-        rounds = 2000
         us = time_us(kind, ctas, THREADS, 0, rounds) - time_us(kind, ctas, THREADS, 0, rounds // 2)
         warps = ctas * THREADS // 32
         total = warps * CHAINS * (rounds - rounds // 2) * products
-        found[rate] = total / us / (gpu.sm_count * gpu.rates.clock_mhz)
+        found[rate] = total / us / (gpu.sm_count * clock_mhz)
     return found

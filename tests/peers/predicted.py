@@ -67,6 +67,12 @@ SETTINGS = (
 )
 WITHIN_US = 1000.0
 """The longest modelled time of a problem that is timed, in microseconds."""
+IGNORE_COSCHEDULING, DEFAULT_STREAM = 1, 1
+"""The flags of green contexts; the names of their enumerations depend on the version of CUDA.
+
+They are CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING, without which the number of SMs is a multiple of 8, so that
+they can run clusters, and CU_GREEN_CTX_DEFAULT_STREAM.
+"""
 ROWS = ((1, 16), (17, 128), (129, 2048))
 """The ranges from which M is drawn in turn."""
 
@@ -103,14 +109,11 @@ def stream_on(sms: int | None) -> Any:
 
     gpu = call(driver.cuDeviceGet, cupy.cuda.runtime.getDevice())
     every = call(driver.cuDeviceGetDevResource, gpu, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
-    # Without clusters, the number of SMs need not be a multiple of 8.
-    flag = driver.CUdevSmResourceSplit_flags.CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING
-    (some, *_) = call(driver.cuDevSmResourceSplitByCount, 1, every, int(flag), sms)
+    (some, *_) = call(driver.cuDevSmResourceSplitByCount, 1, every, IGNORE_COSCHEDULING, sms)
     if some.sm.smCount != sms:
         raise RuntimeError(f"sms: expected a green context with {sms} SMs, got {some.sm.smCount}")
     description = call(driver.cuDevResourceGenerateDesc, [some], 1)
-    flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-    context = call(driver.cuGreenCtxCreate, description, gpu, int(flag))
+    context = call(driver.cuGreenCtxCreate, description, gpu, DEFAULT_STREAM)
     flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
     return cupy.cuda.ExternalStream(int(call(driver.cuGreenCtxStreamCreate, context, int(flag), 0)))
 
