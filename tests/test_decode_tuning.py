@@ -241,7 +241,8 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     for sequences in (1, 6):
         for shape, choice in choices(sequences).items():
             worst = autotune.ranked(choice.problem, facts, 10_000)[-1]
-            slowest.setdefault(shape, {})[str(sequences)] = worst.family.label(worst.config)
+            source = worst.family.plan(worst.config, choice.problem, facts).kernel.source
+            slowest.setdefault(shape, {})[str(sequences)] = tuned.entry(worst.label, None, source, "13.0")
     assert len(slowest) == 4
     tuned.write(facts, slowest)
     forget_tuned()

@@ -35,16 +35,27 @@ def _label(problem: Problem, facts: device.Device) -> str:
     return found.label
 
 
+def _entry(candidate: select.Candidate, problem: Problem, facts: device.Device) -> str:
+    """Return the text of a table entry for a candidate that takes 12.3 us."""
+    source = candidate.family.plan(candidate.config, problem, facts).kernel.source
+    return tuned.entry(candidate.label, 12.3, source, "13.0")
+
+
+def _slowest(problem: Problem, facts: device.Device) -> select.Candidate:
+    """Return the legal configuration of a problem with the highest modelled time."""
+    families = select.candidates(problem, facts).values()
+    return max((c for some in families if not isinstance(some, str) for c in some), key=lambda c: c.us)
+
+
 def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     some = select.candidates(PROBLEM, A100)["gemm_simt"]
     assert not isinstance(some, str)
-    family, config, _ = some[-1]
-    assert config != before.config
-    path = tuned.write(A100, {"4096x4096": {"4": family.label(config)}})
+    assert some[-1].config != before.config
+    path = tuned.write(A100, {"4096x4096": {"4": _entry(some[-1], PROBLEM, A100)}})
     assert path.parent == tuned_folder
     forget_tuned()
-    assert select.choose(PROBLEM, A100).config == config
+    assert select.choose(PROBLEM, A100).config == some[-1].config
     assert select.choose(PROBLEM, A100).name == "gemm_simt"
     text = select.explain(PROBLEM, A100)
     assert text.count("-> gemm_simt") == 1
@@ -58,16 +69,12 @@ def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder:
 
 def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(tuned_folder: Path) -> None:
     facts = device.nominal(90)
-    shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
-    plain = Problem(1, 4096, 4096, 128, layouts=(AWQ, FRAGMENTS))
+    plain = Problem(1, 4096, 4160, 128, layouts=(AWQ, FRAGMENTS))
     fused = replace(plain, fusion=Fusion("add_to_stream"))
-    assert _label(plain, facts) == shipped["4096x4096"]["1"]
-    assert _label(fused, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
-    assert "64" not in shipped["12288x4096 stream"]
-    assert _label(replace(fused, m=64, k=12288), facts) == shipped["12288x4096"]["64"]
-    tuned.write(facts, {"4096x4096": {"1": "the user's"}})
+    tuned.write(facts, {"4160x4096": {"1": "alone", "2": "both"}, "4160x4096 stream": {"1": "in a step"}})
     forget_tuned()
-    assert _label(fused, facts) == _label(plain, facts) == "the user's"
+    assert [_label(problem, facts) for problem in (plain, fused)] == ["alone", "in a step"]
+    assert [_label(replace(problem, m=2), facts) for problem in (plain, fused)] == ["both", "both"]
 
 
 def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_much_faster_one(
@@ -75,29 +82,27 @@ def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_muc
 ) -> None:
     """A tuned configuration also serves smaller M, unless the cost model knows a much faster one.
 
-    On an H100, the tiles tuned for 4096x12288 at M = 1024 would be mostly empty at M = 600.
+    On an H100, the tiles of 4096x12288 at M = 1024 would be mostly empty at M = 600.
     """
-    here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
-    for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
-        problem = Problem(m, 12288, 4096, 128, layouts=(AWQ, FRAGMENTS))
-        choice = select.choose(problem, here)
-        families = select.candidates(problem, here).values()
-        first = min(some[0].us for some in families if not isinstance(some, str))
-        own = {choice.family.label(choice.config)}
-        labels = choice.family.labels(choice.config) if m <= select.ONE_TILE_M else own
-        assert (shipped[str(next_power_of_two(m))] in labels) == measured
-        assert (choice.tuned is not None) == measured
-        assert measured or choice.family.estimate_us(choice.config, problem, here) == first
+    here = device.nominal(90)
+    problem = Problem(1024, 12288, 4096, 128, layouts=(AWQ, FRAGMENTS))
+    firsts = {m: select.choose(replace(problem, m=m), here) for m in (128, 1024)}
+    entries = {str(m): _entry(select.Candidate(c.family, c.config, 0.0), problem, here) for m, c in firsts.items()}
+    tuned.write(here, {"4096x12288": entries})
+    forget_tuned()
+    for m, is_tuned in ((1024, True), (1000, True), (600, False), (100, True)):
+        choice = select.choose(replace(problem, m=m), here)
+        assert (choice.tuned is not None) == is_tuned
+        if is_tuned:
+            assert choice.config.block_m <= firsts[next_power_of_two(m)].config.block_m
 
 
 def test_an_entry_between_powers_of_two_serves_the_rows_up_to_it(tuned_folder: Path) -> None:
     here = device.nominal(90)
 
     def slowest(m: int) -> str:
-        families = select.candidates(replace(PROBLEM, m=m, n=4160, layouts=(AWQ, FRAGMENTS)), here).values()
-        some = max((c for found in families if not isinstance(found, str) for c in found), key=lambda c: c.us)
-        return some.family.label(some.config)
+        problem = replace(PROBLEM, m=m, n=4160, layouts=(AWQ, FRAGMENTS))
+        return _entry(_slowest(problem, here), problem, here)
 
     def tuned_at(m: int) -> int:
         choice = select.choose(replace(PROBLEM, m=m, n=4160, layouts=(AWQ, FRAGMENTS)), here)
@@ -114,27 +119,28 @@ def test_an_entry_between_powers_of_two_serves_the_rows_up_to_it(tuned_folder: P
 
 
 def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_folder: Path) -> None:
-    here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    table = f"(shipped table {tuned.file_name(here)})"
+    here = device.nominal(75)
     problem = Problem(600, 12288, 4096, 128, layouts=(AWQ, FRAGMENTS))
 
     def reason(problem: KernelProblem, here: device.Device) -> str:
         return select.explain(problem, here).splitlines()[-1].removeprefix("chosen: the lowest modelled time; ")
 
+    assert reason(problem, here) == "there is no table of tuned configurations for Tesla T4"
+    first = select.choose(problem, here)
+    entry = _entry(select.Candidate(first.family, first.config, 0.0), problem, here)
+    path = tuned.write(here, {"4096x12288": {"1": "a", "1024": entry.replace("block_m=", "block_m=1")}})
+    forget_tuned()
+    table = f"(your table {path})"
     assert reason(replace(problem, k=5120, n=17408), here) == f"no tuned configuration for 5120x17408 {table}"
-    missing = reason(replace(problem, m=100_000), here)
-    assert missing.startswith("no tuned configuration for 4096x12288 at M=131072, only at M=1, 2, 4, ")
-    assert missing.endswith(table)
+    missing = f"no tuned configuration for 4096x12288 at M=131072, only at M=1, 1024 {table}"
+    assert reason(replace(problem, m=100_000), here) == missing
     assert reason(problem, here).endswith(f", tuned at M=1024 {table}, is not among the legal configurations")
-    assert "CUPY_AWQ_ARCH selects sm_80" in reason(replace(problem, layouts=(AWQ,)), replace(here, arch=80))
-    assert reason(problem, device.nominal(75)) == "there is no table of tuned configurations for Tesla T4"
+    assert "CUPY_AWQ_ARCH selects sm_75" in reason(problem, replace(here, native=90))
     assert (
         reason(RowQuantization(8, 256, 128, "float16", True, False, True, 256), here)
         == "kernels of this operation are not tuned"
     )
-    candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
-    slowest = max(candidates, key=lambda candidate: candidate.us)
-    tuned.write(here, {"4096x12288": {"1024": slowest.family.label(slowest.config)}})
+    tuned.write(here, {"4096x12288": {"1024": _entry(_slowest(problem, here), problem, here)}})
     forget_tuned()
     assert reason(problem, here).endswith(", is modelled to be slower than this one at M=600")
 
@@ -146,14 +152,11 @@ def test_a_tuned_configuration_is_chosen_whatever_the_operation(tuned_folder: Pa
     candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
     labels = [candidate.family.label(candidate.config) for candidate in candidates]
     assert len(set(labels)) == len(labels)
-    before = select.choose(problem, here)
-    last = max(candidates, key=lambda candidate: candidate.us)
+    before, last = select.choose(problem, here), _slowest(problem, here)
     assert last.config != before.config
     key = problem.tuning_key
     assert key is not None
-    source = last.family.plan(last.config, problem, here).kernel.source
-    label = tuned.entry(last.family.label(last.config), 12.3, source, "13.0")
-    tuned.write(here, {key.shapes[0]: {str(key.tuned_m): label}})
+    tuned.write(here, {key.shapes[0]: {str(key.tuned_m): _entry(last, problem, here)}})
     forget_tuned()
     choice = select.choose(problem, here)
     assert (choice.family, choice.config) == (last.family, last.config)
@@ -165,16 +168,15 @@ def test_an_entry_that_was_measured_with_other_sources_is_refused(tuned_folder: 
     before = select.choose(PROBLEM, A100)
     some = select.candidates(PROBLEM, A100)["gemm_simt"]
     assert not isinstance(some, str)
-    label = some[-1].label
-    text = tuned.entry(label, 12.3, "gemm/gemm_simt.cu", "13.0")
+    text = _entry(some[-1], PROBLEM, A100)
     tuned.write(A100, {"4096x4096": {"4": text}})
     forget_tuned()
     assert select.choose(PROBLEM, A100).name == "gemm_simt"
-    digest = sources.digest("gemm/gemm_simt.cu")
-    tuned.write(A100, {"4096x4096": {"4": text.replace(digest, "0123456789ab")}})
-    forget_tuned()
-    assert select.choose(PROBLEM, A100).config == before.config
-    assert select.explain(PROBLEM, A100).endswith(", was measured with other sources of the kernel")
+    for refused in (text.replace(sources.digest("gemm/gemm_simt.cu"), "0123456789ab"), some[-1].label):
+        tuned.write(A100, {"4096x4096": {"4": refused}})
+        forget_tuned()
+        assert select.choose(PROBLEM, A100).config == before.config
+        assert select.explain(PROBLEM, A100).endswith(", was measured with other sources of the kernel")
 
 
 def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
@@ -251,21 +253,26 @@ def test_a_table_that_cannot_be_read_is_not_replaced(tuned_folder: Path) -> None
         tuned.write(A100, {"8x8": {"1": "a"}})
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-@pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_shipped_entry_is_legal_on_its_gpu(tuned_folder: Path, name: str, step: int) -> None:
-    """Each ``step``-th entry of a shipped table is legal on its GPU; all would take long to check."""
-    facts = replace(device.nominal(90), name=name)
-    shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
-    entries = [(shape, m, label) for shape, choices in shipped.items() for m, label in choices.items()]
+SHIPPED = [path.name for path in tuned.SHIPPED.glob("*.json")]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_shipped_entry_is_chosen_on_its_gpu(tuned_folder: Path, name: str, step: int) -> None:
+    """Each ``step``-th entry of a shipped table is legal and measured with the present sources of its kernel."""
+    (facts,) = (gpu for gpu in device.KNOWN.values() if tuned.file_name(gpu) == name)
+    shipped = tuned.read(tuned.SHIPPED / name)
+    entries = [(shape, m, text) for shape, choices in shipped.items() for m, text in choices.items()]
     assert len(entries) > 5
-    for shape, m, label in entries[::step]:
+    for shape, m, text in entries[::step]:
         size, *stream = shape.split()
         k, n = map(int, size.split("x"))
         for fusion in (Fusion("add_to_stream"), Fusion("rms_norm_x")) if stream else (None,):
             problem = Problem(int(m), n, k, 128, layouts=(AWQ, FRAGMENTS), fusion=fusion)
             choice = select.choose(problem, facts)
-            assert choice.family.label(choice.config) == label, (shape, m, fusion)
+            us = None if choice.tuned is None else choice.tuned.us
+            label, source = choice.family.label(choice.config), choice.plan.kernel.source
+            assert text.startswith(tuned.entry(label, us, source, "")), (shape, m, fusion)
 
 
 def test_shipped_files_are_plain_json() -> None:

@@ -3,10 +3,11 @@
 
 Each GPU model has one table, a JSON file. The package ships tables for some GPUs in ``data/tuned``; `tune` writes to
 the folder ``tuned`` of the user's cache, whose tables take precedence. A table maps a shape (``"4096x12288"`` is
-K = 4096, N = 12288; see `TuningKey`) to an object that maps M to an entry: the label of a configuration and, if
-recorded, its time, a digest of the kernel's sources and the version of the driver, as in
-``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us, sources 0123456789ab, driver 13.0"``. An entry that was measured
-with other sources than those present is not used.
+K = 4096, N = 12288; see `TuningKey`) to an object that maps M to an entry: the label of a configuration, its time if
+it was timed alone, a digest of the kernel's sources and the version of the driver, as in
+``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us, sources 0123456789ab, driver 13.0"``. An entry without a digest,
+or with that of other sources than those present, is refused. A table ships only entries that were measured to be more
+than 2% faster than the first choice of the cost models.
 
 A GEMM with a `Fusion` is looked up under ``"4096x12288 stream"`` first, for which the fastest configuration inside a
 decoder step is recorded, and then under ``"4096x12288"``.
@@ -34,8 +35,8 @@ SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 Table = dict[str, dict[str, str]]
 """The content of a table: a mapping from shape to a mapping from M to the entry."""
 
-ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?(?:, sources ([0-9a-f]{12}), driver (\d+\.\d+))?")
-"""The regular expression of an entry: label, and if recorded time in microseconds, digest and driver."""
+ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?, sources ([0-9a-f]{12}), driver (\d+\.\d+)")
+"""The regular expression of an entry: label, time in microseconds if it was timed alone, digest and driver."""
 
 
 class TunedConfig(NamedTuple):
@@ -46,7 +47,8 @@ class TunedConfig(NamedTuple):
         us: measured run time in microseconds, or None if the table does not record it.
         m: number of rows of x, or batch size, at which the configuration was measured.
         origin: description of the table for messages, such as "shipped table a100.json".
-        digest: digest of the kernel's sources that were measured (`cupy_awq.runtime.sources.digest`), or None.
+        digest: digest of the kernel's sources that were measured (`cupy_awq.runtime.sources.digest`), or None if the
+            text is no entry.
     """
 
     label: str
@@ -56,8 +58,8 @@ class TunedConfig(NamedTuple):
     digest: str | None = None
 
     def is_outdated(self, source: str) -> bool:
-        """Return whether the configuration was measured with another version of the kernel's source file."""
-        return self.digest not in (None, sources.digest(source))
+        """Return whether the configuration was measured with other sources of the kernel, or with unknown ones."""
+        return self.digest != sources.digest(source)
 
 
 def entry(label: str, us: float | None, source: str, driver: str) -> str:

@@ -14,6 +14,10 @@ from cupy_awq.runtime import disk_cache as cache
 
 READ_FRACTION = 0.95
 """The fraction of ``read_gbs`` that a plain read of device memory reaches (H100 and H200)."""
+L2_FRACTION = 0.75
+"""``l2_gbs`` over the bandwidth of reading a quarter of L2 again and again (H100), which no GEMM reaches."""
+LOADED_LATENCY = 1.7
+"""``latency_us`` over the latency of a load while nothing else runs (H100)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class DeviceRates:
     Attributes:
         clock_mhz: SM clock under load, in MHz.
         read_gbs: bandwidth of device memory by the data sheet in GB/s, or the measured one over READ_FRACTION.
-        l2_gbs: bandwidth of reads of all SMs from L2, in GB/s.
+        l2_gbs: bandwidth of reads of all SMs from L2, in GB/s; see L2_FRACTION.
         mma_fp32: multiply-adds of mma.sync of float16 with float32 accumulators.
         mma_int8: multiply-adds of mma.sync of int8.
         mma_fp8: multiply-adds of mma.sync of e4m3 with float32 accumulators.
@@ -31,7 +35,7 @@ class DeviceRates:
         fma: multiply-adds of float32 by CUDA cores.
         issue: warp instructions.
         launch_us: time of an empty kernel in a CUDA graph, in microseconds.
-        latency_us: latency of a load from device memory, in microseconds.
+        latency_us: latency of a load from device memory under load, in microseconds.
     """
 
     clock_mhz: float
@@ -66,9 +70,10 @@ class Architecture(NamedTuple):
 
 
 # Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Rates of multiply-adds:
-# NVIDIA's white papers of P100, V100, Turing, A100, GA102, AGX Orin, Ada, H100 and RTX Blackwell. mma.sync on Hopper:
-# a register loop on an H100; newer GPUs with tcgen05 are assumed to have mma.sync of an A100. L2: 2155 GB/s of a V100
-# and 1270 of a T4 (Jia et al., "Dissecting the NVIDIA Turing T4 GPU"), the others by the articles of Chips and Cheese.
+# NVIDIA's white papers of P100, V100, Turing, A100, GA102, AGX Orin, Ada, H100 and RTX Blackwell. mma.sync on Hopper,
+# which emulates that of e4m3: register loops on an H100; newer GPUs with tcgen05 are assumed to have mma.sync of an
+# A100. L2: 2155 GB/s of a V100 and 1270 of a T4 (Jia et al., "Dissecting the NVIDIA Turing T4 GPU"), the others by the
+# articles of Chips and Cheese.
 ARCHITECTURES = {
     60: Architecture(48, 64, 0, 0, 0, 128, 64, 16),
     61: Architecture(48, 96, 0, 0, 0, 2, 128, 16),
@@ -79,7 +84,7 @@ ARCHITECTURES = {
     86: Architecture(99, 100, 512, 1024, 0, 512, 128, 17),
     87: Architecture(163, 164, 1024, 2048, 0, 1024, 128, 32),
     89: Architecture(99, 100, 512, 1024, 1024, 512, 128, 15.5),
-    90: Architecture(227, 228, 1200, 2400, 2400, 2048, 128, 24.7),
+    90: Architecture(227, 228, 1200, 2400, 700, 2048, 128, 24.7),
     100: Architecture(227, 228, 1024, 2048, 2048, 4096, 128, 24.7),
     110: Architecture(227, 228, 1024, 2048, 2048, 4096, 128, 24.7),
     120: Architecture(99, 100, 512, 1024, 1024, 512, 128, 15.5),

@@ -93,7 +93,7 @@ def measure_within(gpu: Device, index: int, progress: Callable[[str], None]) -> 
     found["read_gbs"] = read_bytes / read_us / 1e3 / rates.READ_FRACTION
     l2_bytes, rounds = gpu.l2_bytes // 4, 50
     l2_us = time_us("kRead", ctas, THREADS, l2_bytes, rounds) - time_us("kRead", ctas, THREADS, l2_bytes, rounds // 2)
-    found["l2_gbs"] = l2_bytes * (rounds - rounds // 2) / l2_us / 1e3
+    found["l2_gbs"] = l2_bytes * (rounds - rounds // 2) / l2_us / 1e3 * rates.L2_FRACTION
     links, rounds = np.zeros((CHASED_BYTES // 16, 4), np.uint32), 2000
     order = np.random.default_rng(0).permutation(len(links)).astype(np.uint32)
     links[order, 0] = np.roll(order, -1)
@@ -101,7 +101,7 @@ def measure_within(gpu: Device, index: int, progress: Callable[[str], None]) -> 
     calls = [call("kRead", ctas, THREADS, CHASED_BYTES, 1)]
     evict_us = timing.on_gpu(calls)
     calls.append(call("kChase", 1, 1, CHASED_BYTES, rounds, placement.to_device(links, index)))
-    found["latency_us"] = (2 * timing.on_gpu(calls) - evict_us) / rounds
+    found["latency_us"] = (2 * timing.on_gpu(calls) - evict_us) / rounds * rates.LOADED_LATENCY
     # A loop of mma without loads draws too little power to lower the clock, unlike a GEMM.
     clock_mhz = cupy.cuda.Device(index).attributes["ClockRate"] / 1e3
     for rate, (kind, products) in mmas(gpu).items():
