@@ -46,7 +46,7 @@ template <typename C> __device__ __forceinline__ unsigned multiply(int rounds) {
   int counts[kChains][4] = {};
   unsigned a[4] = {threadIdx.x, threadIdx.x, threadIdx.x, threadIdx.x};
   for (int round = 0; round < rounds; ++round) {
-    // Operands differ by round and chain: sm_90 adds products of e4m3 by separate instructions, so that ptxas would move
+    // Operands differ by round and chain: sm_90 adds products of e4m3 by separate instructions, and ptxas would move
     // equal products out of the loop.
     a[0] = round;
 #pragma unroll
