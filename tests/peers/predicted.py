@@ -220,7 +220,10 @@ def main() -> None:
         table = {
             "title": "Modelled and measured times with fewer SMs and older kernels",
             "gpu": gpu.name,
-            "commands": [f"python -m tests.peers.predicted --seed {arguments.seed}"],
+            "commands": [
+                f"python -m tests.peers.predicted --seed {arguments.seed} --problems {arguments.problems}"
+                f" --candidates {arguments.candidates} --json tests/peers/tables/predicted.json"
+            ],
             "text": TEXT.format(arguments.candidates),
             "columns": COLUMNS,
             "rows": rows,
