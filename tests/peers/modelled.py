@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.decoder.decode_attention import DecodeAttention
+from cupy_awq.kernels.decoder.decode_attention import DecodeAttention, choose_splits
 from cupy_awq.kernels.decoder.dense import DenseProduct
 from cupy_awq.kernels.decoder.rms_norm import RmsNormalization
-from cupy_awq.kernels.gemm.problem import Fusion, Problem
+from cupy_awq.kernels.gemm.problem import FRAGMENTS, Fusion, Problem
+from cupy_awq.llm.decoder.block_pool import BLOCK
 from cupy_awq.llm.families.description import Attention, Decoder, Mlp
-from cupy_awq.runtime.device import KNOWN, Capability, Device
+from cupy_awq.runtime.device import KNOWN, Device
 from cupy_awq.tools.bench_llm import SHAPES
 
 DEVICES = "t4 rtx-2080-ti a100-80gb a10 rtx-3090 agx-orin orin-nano l4 rtx-4090 h100 h200 rtx-5090".split()
@@ -30,9 +31,9 @@ CONTEXT = 1024
 def step_us(decoder: Decoder, m: int, gpu: Device) -> float:
     """Return the modelled time in microseconds of one decode step with ``m`` sequences.
 
-    A GPU with dependent launches fuses the residual add and RMSNorm into the GEMMs, which saves two launches a layer.
+    GEMMs on the fragment layout have the residual add and RMSNorm fused, which saves two launches a layer.
     """
-    is_fused = gpu.has(Capability.DEPENDENT_LAUNCH, Capability.WGMMA)
+    is_fused = FRAGMENTS in select.weight_layouts(decoder.hidden, decoder.hidden, 128, "float16", "packed", gpu)
 
     def gemm_us(k: int, n: int, role: str, gated: bool = False) -> float:
         layouts = select.weight_layouts(k, n, 128, "float16", "packed", gpu)
@@ -50,8 +51,9 @@ def step_us(decoder: Decoder, m: int, gpu: Device) -> float:
         total += gemm_us(mixer.q.k, mixer.q.n + mixer.k.n + mixer.v.n, "in") + gemm_us(mixer.o.k, mixer.o.n, "out")
         total += gemm_us(mlp.gate.k, 2 * mlp.gate.n, "in", gated=True) + gemm_us(mlp.down.k, mlp.down.n, "out")
         sizes = mixer.heads, mixer.kv_heads, mixer.head_dim
-        stride = mixer.kv_heads * CONTEXT * mixer.head_dim
-        attention = DecodeAttention(m, *sizes, CONTEXT, stride, "float16", 1e-6, mixer.q_norm is not None)
+        stride = mixer.kv_heads * BLOCK * mixer.head_dim
+        norm, splits = mixer.q_norm is not None, choose_splits(*sizes, m, gpu)
+        attention = DecodeAttention(m, *sizes, CONTEXT, stride, "float16", 1e-6, norm, splits)
         total += select.modelled_us(attention, gpu) + (0 if is_fused else 2 * norm_us)
     head = DenseProduct(m, decoder.vocab, decoder.hidden, "float16", "float32", False)
     return total + norm_us + select.modelled_us(head, gpu)
