@@ -225,7 +225,7 @@ def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m(shapes: li
                 assert chosen.family.reduction(chosen.config, chosen.problem) == expected
 
 
-@pytest.mark.parametrize(("arch", "zeros"), [(70, "packed"), (90, "float")])
+@pytest.mark.parametrize(("arch", "zeros"), [(70, "packed"), (70, "float")])
 def test_a_weight_without_a_kernel_is_refused_with_reasons(arch: int, zeros: str) -> None:
     problem = Problem(1, 4096, 4096, 128, zeros=zeros, layouts=(FRAGMENTS,), batch_invariant=True)
     with pytest.raises(ValueError, match=r"no kernel fits: .*gemm_sm90"):

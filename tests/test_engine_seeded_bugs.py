@@ -47,7 +47,7 @@ def run_requests(blocks: int, is_ahead: bool) -> int:
             sequence = Sequence(request, 0, len(request.prompt) + TOKENS, 0.0)
             found[sequence] = []
             core.begin([sequence])
-        for sequence, delta in core.step()[1]:
+        for sequence, delta in core.step():
             found[sequence] += [choice.token for choice in delta.tokens]
         if len(found) < REQUESTS and core.scheduler.rows and generator.random() < 0.05:
             cancelled.add(sequence := generator.choice(core.scheduler.rows))
