@@ -227,6 +227,7 @@ def test_router(backend: str, arch: int, options: dict[str, Any]) -> None:
     ("arch", "dtype", "experts", "width", "delta", "options"),
     [
         (60, "float16", 44, 72, True, {}),
+        (75, "float16", 44, 72, True, {}),
         (80, "bfloat16", 44, 2056, False, {"scoring": "sigmoid", "bias": True, "groups": (4, 2)}),
         (90, "float16", 44, 2304, True, {"renormalize": False}),
         (90, "bfloat16", 300, 136, False, {}),
