@@ -142,7 +142,7 @@ SEEDS = {
         "offsets = scaled(group.offsets, factor)", "offsets = group.offsets", "bfloat16",
     ),
     "a zero point of 8 is subtracted beside the offset": offsets(
-        "Zeros::kOffset ? 0u", "Zeros::kOffset ? 0x0808u", "float16",
+        "#define OFFSET_ZERO 0", "#define OFFSET_ZERO 8", "float16",
     ),
     "the next stage is stored to the stage that warps still read": staged(
         "copies.store_loaded(stage_idx);", "copies.store_loaded(finished);", RACE,

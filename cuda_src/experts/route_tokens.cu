@@ -57,7 +57,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int column = first + (i * 32 + lane) * 8;
-      if (column < kWidth) ptx::ld_global_no_allocate(ahead[i].values, row + column);
+      if (column >= kWidth) continue;
+      if constexpr (__CUDA_ARCH__ >= 750) {
+        ptx::ld_global_no_allocate(ahead[i].values, row + column);
+      } else {
+        load<true>(ahead[i], reinterpret_cast<const uint32_t*>(row + column));
+      }
     }
   };
   if (first_expert < kExperts) fetch(first_expert, 0);

@@ -38,6 +38,11 @@
 #include "dequantize/unpack_bytes.cuh"
 #include "ptx/ld_shared.cuh"
 
+// The zero point of codes with offsets. conv2d_gemm.py defines it: the codes of blocks are (q - 8) * s + o.
+#ifndef OFFSET_ZERO
+#define OFFSET_ZERO 0
+#endif
+
 constexpr int kWeightTileN = 32;
 constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
@@ -82,7 +87,7 @@ template <class C> struct Group {
   uint32_t offsets;  // the offsets of both columns, of type Scale; 0 without offsets
 
   // The zero points of a weight without packed ones.
-  static constexpr uint32_t kFixedZeros = C::kZeros == Zeros::kOffset ? 0u : 0x0808u;
+  static constexpr uint32_t kFixedZeros = C::kZeros == Zeros::kOffset ? OFFSET_ZERO * 0x0101u : 0x0808u;
 
   // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
   // first group of the tile.

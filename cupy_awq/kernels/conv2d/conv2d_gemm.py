@@ -8,6 +8,7 @@ in which offsets may take the place of zero points.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -105,7 +106,10 @@ def estimate_us(config: GemmConfig, problem: Convolution, device: Device) -> flo
 
 def plan(config: GemmConfig, problem: Convolution, device: Device) -> LaunchPlan:
     """Return the launch plan; the buffers are those of the GEMM family."""
-    return _family(config).plan(config, gemm_problem(problem), device)
+    gemm = _family(config).plan(config, gemm_problem(problem), device)
+    kernel = gemm.kernel
+    # The codes of a BlockQuantizedWeight have the zero point 8 beside offsets, too.
+    return replace(gemm, kernel=replace(kernel, defines=(*kernel.defines, ("OFFSET_ZERO", 8))))
 
 
 def prepare_weight(weight: BlockQuantizedWeight, config: GemmConfig, problem: Convolution) -> dict[str, Array | None]:

@@ -169,7 +169,7 @@ class CudaSteps(Steps):
         graphs = [*self._prompts[::-1], *self._graphs.values()]  # the largest first: the others reuse its memory
         with collect_kernels() as kernels, cupy.cuda.using_allocator(self._pool.malloc):
             for graph in graphs:
-                graph.run()
+                graph.run(graph)
                 graph.result = None
             self._warm_up_choice()
         load_functions(kernels, functools.partial(_log_progress, "loaded %d of %d kernels"))
@@ -253,7 +253,7 @@ class CudaSteps(Steps):
             copy_to(graph.inputs, np.array(inputs, np.int32), self.stream)
 
         def launch() -> Array:
-            graph.run()
+            graph.run(graph)
             return graph.result
 
         return launch
@@ -301,12 +301,13 @@ class CudaSteps(Steps):
         graph = DecodeGraph(size, splits)
         written = {name: getattr(graph, name) for name in ("tokens", "lengths", "slots", "work")}
         plan = kernels.plan_begin_step(self._ops.device, size, int(self._table.shape[1]), splits)
-        cache = self.layers, self._rotations, self._table
+        ops, forward, head, newest, table = self._ops, self._forward, self._head, self._newest, self._table
+        cache = self.layers, self._rotations, table
 
-        def run() -> None:
-            self._ops.run(plan, rows=graph.inputs, newest=self._newest, table=self._table, **written)
+        def run(graph: DecodeGraph) -> None:
+            ops.run(plan, rows=graph.inputs, newest=newest, table=table, **written)
             batch = CudaRows(*cache, graph.lengths, graph.slots, graph.work, splits, has_drafts)
-            graph.result = self._head(self._forward(graph.tokens[None], batch)[0])
+            graph.result = head(forward(graph.tokens[None], batch)[0])
 
         graph.run = run
         return graph
@@ -317,8 +318,10 @@ class CudaSteps(Steps):
         tokens, lengths, slots = graph.inputs[4 * graph.tiles :].reshape(3, -1)
         batch = CudaRows(self.layers, self._rotations, self._table, lengths, slots, work)
 
-        def run() -> None:
-            graph.result = self._forward(tokens[None], batch)
+        forward = self._forward
+
+        def run(graph: PromptGraph) -> None:
+            graph.result = forward(tokens[None], batch)
 
         graph.run = run
         return graph

@@ -78,14 +78,15 @@ class StepGraph:
     Attributes:
         inputs: int32, what the host writes before each launch.
         result: what each launch writes: the logits [size, V] of a decode step, or the hidden states [1, size, hidden].
-        run: a function that launches the kernels and sets ``result``.
+        run: a function of this step that launches the kernels and sets ``result``. It refers neither to the step nor to
+            what owns it, as a cycle would keep the KV cache in memory until garbage is collected.
         uses: the number of launches so far.
         graph: the captured graph.
     """
 
     inputs: Array
     result: Array = None
-    run: Callable[[], None]
+    run: Callable[[Any], None]
     uses = 0
     graph: Any = None
 
@@ -97,10 +98,10 @@ class StepGraph:
         import cupy
 
         self.result = None
-        self.run()
+        self.run(self)
         self.result = None
         with cupy.cuda.using_allocator(malloc):
-            self.graph = capture(stream, self.run)
+            self.graph = capture(stream, lambda: self.run(self))
 
     def launch(self, inputs: npt.NDArray[np.int32], stream: Any, malloc: Any) -> Array:
         """Launch the step in the order of the stream, and return its result, which the next launch overwrites."""
@@ -108,7 +109,7 @@ class StepGraph:
         self.uses += 1
         if self.graph is None:
             if self.uses == 1:
-                self.run()
+                self.run(self)
                 return self.result
             self.capture(stream, malloc)
         self.graph.launch(stream)
