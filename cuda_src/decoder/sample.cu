@@ -61,16 +61,16 @@ struct Options {
 struct Logits {
   const float* row;
   const uint8_t* seen;
-  float temperature, penalty;
+  float temperature, inverse_temperature, penalty, inverse_penalty;
 
   __device__ __forceinline__ float operator()(int token) const { return transform(token, row[token]); }
 
   // Returns the value of a logit after repetition penalty and temperature.
   __device__ __forceinline__ float transform(int token, float value) const {
     if constexpr (kPenalty) {
-      if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
+      if (seen[token]) value *= value > 0.0f ? inverse_penalty : penalty;
     }
-    return kSamples && temperature > 0.0f ? value / temperature : value;
+    return kSamples && temperature > 0.0f ? value * inverse_temperature : value;
   }
 };
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
   return value;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample_token(const float* logits, uint8_t* seen, const float* limits, const int32_t* slots, const Options* options,
                  int32_t* tokens, const int32_t* lengths, uint64_t* partials, uint32_t* counters, int32_t* host_tokens,
                  int vocab) {
@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int slot = slots[row];
   const Options own = options[slot];
   uint8_t* const own_seen = seen + static_cast<int64_t>(slot) * vocab;
-  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen, own.temperature, own.penalty};
+  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen,    own.temperature,
+                      __fdividef(1.0f, own.temperature),          own.penalty, __fdividef(1.0f, own.penalty)};
   const uint64_t position = lengths[row] + 1;  // that of the token that is chosen now
   const uint64_t hash = mix(own.seed + (static_cast<uint64_t>(own.choice) << 32 | position) * kStep);
   const bool adds_noise = own.temperature > 0.0f;
@@ -215,7 +216,7 @@ template <class Weight> __device__ __forceinline__ float find_threshold(const Lo
   return value_of(prefix);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sampling_threshold(const float* logits, uint8_t* seen, float* limits, const int32_t* slots, const Options* options,
                        int vocab) {
   __shared__ uint64_t shared[kWarps];
@@ -227,8 +228,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) limits[blockIdx.y] = __int_as_float(0xff800000);  // minus infinity keeps all tokens
     return;
   }
-  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab, seen + static_cast<int64_t>(slot) * vocab,
-                      own.temperature, own.penalty};
+  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab,
+                      seen + static_cast<int64_t>(slot) * vocab,
+                      own.temperature,
+                      __fdividef(1.0f, own.temperature),
+                      own.penalty,
+                      __fdividef(1.0f, own.penalty)};
   uint64_t highest = 0;
   for (int token = threadIdx.x; token < vocab; token += THREADS) {
     const uint64_t key = key_of(values(token));

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += warp_sums[i];
-  const float inverse = 1.0f / sqrtf(sum / static_cast<float>(kWidth) + eps);
+  const float inverse = rsqrtf(sum * (1.0f / kWidth) + eps);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = (j * THREADS + threadIdx.x) * 8;
