@@ -61,16 +61,16 @@ struct Options {
 struct Logits {
   const float* row;
   const uint8_t* seen;
-  float temperature, inverse_temperature, penalty, inverse_penalty;
+  float temperature, penalty;
 
   __device__ __forceinline__ float operator()(int token) const { return transform(token, row[token]); }
 
   // Returns the value of a logit after repetition penalty and temperature.
   __device__ __forceinline__ float transform(int token, float value) const {
     if constexpr (kPenalty) {
-      if (seen[token]) value *= value > 0.0f ? inverse_penalty : penalty;
+      if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
     }
-    return kSamples && temperature > 0.0f ? value * inverse_temperature : value;
+    return kSamples && temperature > 0.0f ? value / temperature : value;
   }
 };
 
@@ -106,8 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int slot = slots[row];
   const Options own = options[slot];
   uint8_t* const own_seen = seen + static_cast<int64_t>(slot) * vocab;
-  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen,    own.temperature,
-                      __fdividef(1.0f, own.temperature),          own.penalty, __fdividef(1.0f, own.penalty)};
+  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen, own.temperature, own.penalty};
   const uint64_t position = lengths[row] + 1;  // that of the token that is chosen now
   const uint64_t hash = mix(own.seed + (static_cast<uint64_t>(own.choice) << 32 | position) * kStep);
   const bool adds_noise = own.temperature > 0.0f;
@@ -228,12 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) limits[blockIdx.y] = __int_as_float(0xff800000);  // minus infinity keeps all tokens
     return;
   }
-  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab,
-                      seen + static_cast<int64_t>(slot) * vocab,
-                      own.temperature,
-                      __fdividef(1.0f, own.temperature),
-                      own.penalty,
-                      __fdividef(1.0f, own.penalty)};
+  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab, seen + static_cast<int64_t>(slot) * vocab,
+                      own.temperature, own.penalty};
   uint64_t highest = 0;
   for (int token = threadIdx.x; token < vocab; token += THREADS) {
     const uint64_t key = key_of(values(token));

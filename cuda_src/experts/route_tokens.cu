@@ -38,7 +38,7 @@ constexpr bool kHasDelta = HAS_DELTA;
 
 using Chunk = Vector<uint32_t, 4>;  // the 16 bytes of one load
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     route_tokens(float* h, const X* delta, const float* norm_weight, const X* router, const float* bias, X* x,
                  float* logits, uint32_t* counters, int32_t* ids, float* weights, int top_k, int kept, float scale,
                  float eps) {
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += warp_sums[i];
-  const float inverse = rsqrtf(sum * (1.0f / kWidth) + eps);
+  const float inverse = 1.0f / sqrtf(sum / static_cast<float>(kWidth) + eps);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = (j * THREADS + threadIdx.x) * 8;
