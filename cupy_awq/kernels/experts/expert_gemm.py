@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.kernels.hopper import SCHEDULERS, p_norm
-from cupy_awq.kernels.tiling import RESERVED_BYTES, ceil_div
+from cupy_awq.kernels.tiling import ceil_div, with_stages
 from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 from cupy_awq.runtime.rates import READ_FRACTION
@@ -183,7 +183,7 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
             # The scales of small groups also take registers, so fewer CTAs share those of an SM.
             ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
-            config = _with_stages(shape, ctas, problem, device)
+            config = with_stages(shape, ctas, _most_stages(shape, problem), problem, device)
             if config is not None:
                 yield config
 
@@ -194,22 +194,10 @@ def _depth(problem: ExpertProduct, block: int, column_tiles: int) -> int:
     return 3 if groups == 1 else 16 // block if groups == 2 else 3 - column_tiles
 
 
-def _with_stages(
-    shape: ExpertGemmConfig, ctas_per_sm: int, problem: ExpertProduct, device: Device
-) -> ExpertGemmConfig | None:
-    """Return the shape with as many CTAs per SM, then stages, as fit in shared memory, or None if two stages do not.
-
-    Each slice of K has at most one stage more than k tiles of a CTA tile.
-    """
+def _most_stages(shape: ExpertGemmConfig, problem: ExpertProduct) -> int:
+    """Return the largest number of stages of a slice of K: at most one more than it has k tiles of a CTA tile."""
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K) * (problem.top_k if problem.rows == "tokens" else 1)
-    most = min(MAX_STAGES, shape.depth + 1, 1 + max(1, k_tiles // shape.warps_k))
-    for ctas in range(ctas_per_sm, 0, -1):
-        limit = min(device.shared_bytes_per_sm // ctas - RESERVED_BYTES, device.shared_bytes_per_block)
-        for stages in range(max(2, most), 1, -1):
-            config = replace(shape, ctas_per_sm=ctas, stages=stages)
-            if config.shared_bytes(problem) <= limit:
-                return config
-    return None
+    return max(2, min(MAX_STAGES, shape.depth + 1, 1 + max(1, k_tiles // shape.warps_k)))
 
 
 def count_units(config: ExpertGemmConfig, problem: ExpertProduct) -> int:
