@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -164,3 +165,26 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Running, c
         }
         body |= {"stream": generator.random() < 0.5, "n": generator.choice((1, 4))}
         leave(server, body, generator.random() * 0.02)
+
+
+def test_a_client_that_leaves_as_its_reply_ends_cancels_nothing_after_it() -> None:
+    """Both happen in one turn of the event loop; the task goes on after the context, and is not cancelled."""
+
+    async def respond() -> int:
+        result, disconnect = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await disconnect.wait()
+            return {"type": "http.disconnect"}
+
+        def end() -> None:
+            disconnect.set()
+            result.set()
+
+        asyncio.get_running_loop().call_later(0.01, end)
+        async with transport.until_disconnect(receive):
+            await result.wait()
+        await asyncio.sleep(0.01)
+        return 1
+
+    assert asyncio.run(respond()) == 1

@@ -96,7 +96,7 @@ async def until_disconnect(receive: Receive, *others: Awaitable[None]) -> AsyncI
 
     The context is no task of its own, so its first result is used at once.
     """
-    body, has_left = asyncio.current_task(), False
+    body, is_open, has_left = asyncio.current_task(), True, False
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -104,8 +104,9 @@ async def until_disconnect(receive: Receive, *others: Awaitable[None]) -> AsyncI
 
     def leave(_: object) -> None:
         nonlocal has_left
-        has_left = True
-        if body is not None:
+        # A watcher that has ended calls this in the next turn of the loop, perhaps after the context.
+        if is_open and not has_left and body is not None:
+            has_left = True
             body.cancel()
 
     watchers = [*map(asyncio.ensure_future, (watch(), *others))]
@@ -120,6 +121,7 @@ async def until_disconnect(receive: Receive, *others: Awaitable[None]) -> AsyncI
             body.uncancel()
         raise ClientDisconnect from None
     finally:
+        is_open = False
         for watcher in watchers:
             watcher.remove_done_callback(leave)
             watcher.cancel()
