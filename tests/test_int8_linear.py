@@ -357,8 +357,8 @@ def rows(old: str, new: str, caught: tuple[str, str] = VALUES) -> Seed:
 SEEDS = {
     "words of the wrong step of 16 k": tiles(LOOP, "step % 2 * 2;", "(step + 1) % 2 * 2;"),
     "codes of the wrong 32 k": tiles(LOOP, "[step / 2 % 2].values", "[0].values"),
-    "the launch before is not waited for": dependent("      ptx::griddepcontrol_wait();\n", "", ("early", "early")),
-    "x is copied before the launch before has written it": dependent(
+    "the preceding kernel is not waited for": dependent("      ptx::griddepcontrol_wait();\n", "", ("early", "early")),
+    "x is copied before the preceding kernel has written it": dependent(
         "fill<0, false, true>(copies, weight", "fill<0, true, true>(copies, weight", ("race", "early")
     ),
     "the weight of the first stages is not copied": dependent(

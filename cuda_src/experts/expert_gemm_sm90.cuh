@@ -50,7 +50,7 @@ template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
   }
 };
 
-// What reduce_shared_unit asks of a scheduler, for a tile that has been announced.
+// The members of a scheduler that reduce_shared_unit reads, for an announced tile.
 template <class Tile> struct AnnouncedShare {
   const Tile& tile;
   int unit = tile.unit;
