@@ -157,4 +157,4 @@ def _read_limit(text: str) -> tuple[str, Any]:
     with contextlib.suppress(ValueError):
         if name in kinds and (limit := kinds[name](value)) > 0:
             return name, limit
-    raise ValueError(f"--limit: expected NAME=X with a name of {', '.join(kinds)}, got {text!r:.80}")
+    raise ValueError(f"--limit: expected NAME=X with a name of {', '.join(kinds)}, and X above 0, got {text!r:.80}")
