@@ -86,7 +86,7 @@ def test_a_client_sets_a_deadline_by_a_header(kind: str) -> None:
     runner.before_step = lambda step: time.sleep(5e-3)
     with Running(engine) as server, server.survives():
         if kind == "waits":
-            engine.submit(Request((1,), max_tokens=200, ignore_stop_tokens=True))
+            engine.submit(Request((1,), max_tokens=100, ignore_stop_tokens=True))  # 0.5 s
         body = {"model": "tiny", "prompt": "x", "max_tokens": 900, "ignore_eos": True}
         status, reply = server.post(COMPLETE, body, {"X-Request-Timeout": "0.2"})
         assert (status, reply["error"]["code"]) == (503, "timeout")
