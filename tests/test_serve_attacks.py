@@ -278,12 +278,13 @@ def test_many_grammars_do_not_fill_the_memory(model: LanguageModel, count: int) 
 
 
 def test_a_grammar_without_a_next_token_ends_its_request_alone(server: Running) -> None:
-    body = {"model": "tiny", "prompt": "x", "regex": "a", "logit_bias": {"1": -100}, "min_tokens": 8}
+    lengths = {"min_tokens": 40, "max_tokens": 60}
+    body = {"model": "tiny", "prompt": "x", "regex": "a{30}", "logit_bias": {"1": -100}, **lengths}
     wanted, found = server.complete("Hello", max_tokens=50)[1]["choices"], list[Any]()
     thread = threading.Thread(target=lambda: found.extend(server.complete("Hello", max_tokens=50)[1]["choices"]))
     thread.start()
     status, reply = server.post(COMPLETE, body)
-    assert status == 500  # the constraint ends the text after one letter, but min_tokens demands eight
+    assert status == 500  # the constraint ends the text after 30 letters, but min_tokens demands 40
     assert "grammar" in reply["error"]["message"]
     *_, last = server.stream(COMPLETE, body)
     assert "grammar" in last["error"]["message"]
