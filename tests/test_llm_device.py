@@ -300,7 +300,7 @@ PROMPTS = ["Hello", "Why is the sky blue?", "x" * 70]
 def launch_eagerly(self: StepGraph, inputs: Any, stream: Any, malloc: Any) -> Any:
     """Launch a step without a CUDA graph, in place of `StepGraph.launch`."""
     self.inputs.set(inputs, stream)
-    self.run()
+    self.run(self)
     return self.result
 
 
