@@ -233,8 +233,7 @@ class Engine:
             LOG.exception("engine: a step failed; all requests end")
             with self._changed:
                 self.error = error
-                arrived = [generation for generation, sequences in self._inbox if sequences]
-            for generation in [*self._sequences, *arrived]:
+            for generation in {**self._sequences, **self._queued}:
                 for choice in range(generation.request.n):
                     self._add(generation, Delta(choice, reason="error", error=f"engine: {error!s:.200}"))
             self._wake()
