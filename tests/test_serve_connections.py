@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from cupy_awq.llm import Engine, load
+from cupy_awq.serve import event_stream
 from cupy_awq.serve import http as transport
 from tests import llm_models
 from tests.fake_engine import make_engine
@@ -133,7 +134,7 @@ def test_a_reader_that_stops_or_takes_a_byte_at_a_time_is_given_up(
     read_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request ends long before its tokens, and the connection is reset."""
-    monkeypatch.setattr(transport, "SEND_SECONDS", 0.3)
+    monkeypatch.setattr(event_stream, "SEND_SECONDS", 0.3)
     engine, runner = make_engine(blocks=300, max_rows=8)
     runner.before_step = lambda step: time.sleep(5e-3)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8}

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP details: deadlines of connections, bodies of limited size, streams of events, and clients that leave."""
+"""HTTP details: deadlines of connections, bodies of limited size, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, ClassVar
 
 import h11
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cupy_awq.serve.errors import ApiError
 
 HEADER_SECONDS, BODY_SECONDS = 10.0, 30.0
 """The times in seconds in which the headers of a request, and then its body, must arrive."""
-
-SEND_SECONDS = 60.0
-"""The time in seconds after which a client that reads nothing is given up."""
 
 MAX_WAITING = 1024
 """The largest number of connections that wait for headers. Beyond it, the one that has waited longest is closed."""
@@ -35,9 +30,9 @@ class Protocol(H11Protocol):
     _waiting: ClassVar[dict[Protocol, None]] = {}  # in the order in which they began to wait
 
     def connection_made(self, transport: Any) -> None:
-        """Start the deadline of the first request, and give requests a function that resets the connection."""
+        """Start the deadline of the first request, and give requests the transport of the connection."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort": transport.abort}
+        self.app_state = {**self.app_state, "transport": transport}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -125,45 +120,3 @@ async def until_disconnect(receive: Receive, *others: Awaitable[None]) -> AsyncI
         for watcher in watchers:
             watcher.remove_done_callback(leave)
             watcher.cancel()
-
-
-class EventStream:
-    """A response of server-sent events, which ends early if the client leaves or stops reading.
-
-    Args:
-        events: the data of the events.
-        on_end: a function that is called at the end in any case, even if no event was asked for.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
-        self._events, self._on_end = events, on_end
-        self._sending_since = math.inf
-        self._abort: Callable[[], None] = lambda: None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the headers and one event after the other, until the events end, the client leaves or reads no more."""
-        self._abort = scope.get("state", {}).get("abort", self._abort)
-        try:
-            with contextlib.suppress(OSError, ClientDisconnect):
-                async with until_disconnect(receive, self._watch_reader()):
-                    await self._send_all(send)
-        finally:
-            self._on_end()
-            await self._events.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        headers.append((b"x-accel-buffering", b"no"))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self._events:
-            message = {"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True}
-            self._sending_since = time.monotonic()
-            await send(message)
-            self._sending_since = math.inf
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _watch_reader(self) -> None:
-        """Reset the connection when an event has waited too long: a task per stream is cheaper than one per event."""
-        while time.monotonic() - self._sending_since < SEND_SECONDS:
-            await asyncio.sleep(SEND_SECONDS / 8)
-        self._abort()  # an end would wait until the client has read what is buffered

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cupy_awq.llm import Delta, Generation
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.serve.errors import ApiError
@@ -29,6 +31,7 @@ class Reply:
         ids: the tokens of the prompts.
         n: the number of completions per prompt.
         make_parser: a function that returns the parser of a completion that may have calls of tools, or None.
+        has_usage: whether a stream reports the numbers of tokens.
         id, created: the id, and the time in seconds since 1970.
     """
 
@@ -40,6 +43,7 @@ class Reply:
     ids: Sequence[Sequence[int]]
     n: int
     make_parser: Callable[[], ToolParser | None] = lambda: None
+    has_usage: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -49,6 +53,8 @@ class Reply:
         self._splitters: dict[int, ReasoningSplitter] = {}
         self._parsers: dict[int, ToolParser | None] = {}
         self._offsets: dict[int, int] = {}
+        self._frames: dict[tuple[int, str], list[bytes]] = {}
+        self._has_reasoning = OPEN in (self.tokenizer.template or "")
 
     def whole(self, deltas: Sequence[tuple[int, Delta]], generations: Sequence[Generation]) -> dict[str, Any]:
         """Return the reply without streaming, from all (index of the prompt, delta) pairs in order."""
@@ -68,28 +74,43 @@ class Reply:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._frame(kind, choices) | {"usage": usage(generations)}
 
-    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """Return the chunk that streams one delta of a completion; ``prompt`` is the index of its prompt."""
+    def event(self, prompt: int, delta: Delta) -> bytes:
+        """Return the event that streams one delta of a completion; ``prompt`` is the index of its prompt."""
         index = prompt * self.n + delta.choice
         is_first = index not in self._begun
         self._begun.add(index)
-        content: dict[str, Any] = {"index": index, "finish_reason": delta.reason or None}
-        content["logprobs"] = self._logprobs(index, delta)
         if self.is_chat:
-            role = {"role": "assistant"} if is_first else {}
-            parts = self._split(index, delta)
-            content["delta"] = role | {
-                name: part for name, part in parts.items() if part or (is_first and name == "content")
-            }
-            content["finish_reason"] = self._reason(index, delta)
+            parts = {name: part for name, part in self._split(index, delta).items() if part}
+            if is_first:
+                parts = {"role": "assistant", "content": "", **parts}
         else:
-            content["text"] = (self.prompts[prompt] if is_first else "") + delta.text
-        return self._frame("chat.completion.chunk" if self.is_chat else "text_completion", [content])
+            parts = {"text": (self.prompts[prompt] if is_first else "") + delta.text}
+        (name, text), *others = parts.items() or [("", None)]
+        if others or not isinstance(text, str) or delta.reason or self.logprobs:
+            return encode_event(self._chunk(index, parts, self._reason(index, delta), self._logprobs(index, delta)))
+        # Most events differ from the one before in their text alone.
+        if (index, name) not in self._frames:
+            mark = self.id + " "
+            event = encode_event(self._chunk(index, {name: mark}))
+            self._frames[index, name] = event.split(_encode(mark))
+        before, after = self._frames[index, name]
+        return before + _encode(text) + after
 
-    def last(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """Return the chunk without choices that reports the numbers of tokens."""
-        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return self._frame(kind, []) | {"usage": usage(generations)}
+    def end(self, generations: Sequence[Generation]) -> list[bytes]:
+        """Return the last events of a stream; the first reports the numbers of tokens, if the client asks for them."""
+        last = [encode_event(self._frame(self._kind, []) | {"usage": usage(generations)})] if self.has_usage else []
+        return [*last, b"data: [DONE]\n\n"]
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _chunk(
+        self, index: int, parts: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        choice |= {"delta": parts} if self.is_chat else parts
+        return self._frame(self._kind, [choice]) | ({"usage": None} if self.has_usage else {})
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -97,7 +118,7 @@ class Reply:
     def _split(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return the text of a delta as "content", and the reasoning and the calls in it, if the model writes any."""
         parts: dict[str, Any] = {"content": delta.text}
-        if OPEN in (self.tokenizer.template or ""):
+        if self._has_reasoning:
             splitter = self._splitters.setdefault(index, ReasoningSplitter())
             reasoning, answer = splitter.split(delta.text, bool(delta.reason))
             parts = {"content": answer, "reasoning_content": reasoning}
@@ -117,7 +138,7 @@ class Reply:
         return parts
 
     def _reason(self, index: int, delta: Delta) -> str | None:
-        parser = self._parsers[index]
+        parser = self._parsers.get(index)
         return "tool_calls" if delta.reason == "stop" and parser and parser.count else delta.reason or None
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
@@ -162,6 +183,14 @@ class Reply:
     def _bytes(self, token: int) -> bytes:
         special = (text for text, i in self.tokenizer.special_ids.items() if i == token)
         return self.tokenizer.token_bytes(token) or next(special, "").encode()
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_event(content: Any) -> bytes:
+    """Return the server-sent event of a JSON value."""
+    return b"data: " + _encode(content) + b"\n\n"
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import hmac
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,15 +28,11 @@ from cupy_awq.llm import Request as EngineRequest
 from cupy_awq.serve import openapi, protocol, replies
 from cupy_awq.serve.constraint import Grammars
 from cupy_awq.serve.errors import ApiError
-from cupy_awq.serve.http import EventStream, read_body, until_disconnect
+from cupy_awq.serve.event_stream import EventStream
+from cupy_awq.serve.http import read_body, until_disconnect
 from cupy_awq.serve.protocol import Limits
 from cupy_awq.serve.replies import Reply
 from cupy_awq.serve.tools import ToolUse
-
-Indexed = tuple[int, Delta]
-"""The index of a prompt, and a delta of one of its completions."""
-
-Deltas = AsyncGenerator[Indexed, None]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine. A server without keys answers to them alone, so no web page reaches it by a name of its
@@ -263,34 +258,30 @@ class Server:
         generations: list[Generation] = []
         parser = tools.parser if tools else lambda: None
         has_logprobs = options["logprobs"] is not None
-        reply = Reply(self._model.tokenizer, self._settings.name, is_chat, has_logprobs, texts, prompts, n, parser)
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        tokenizer, name = self._model.tokenizer, self._settings.name
+        reply = Reply(tokenizer, name, is_chat, has_logprobs, texts, prompts, n, parser, has_usage)
         try:
             generations += map(self._engine.submit, requests)
-            deltas = self._measure(_merge(generations), began)
-            if not body.stream:
-                async with until_disconnect(request.receive):
-                    found = [(i, replies.check(delta)) async for i, delta in deltas]
-                return _json(reply.whole(found, generations))
             async with until_disconnect(request.receive):
-                first = await anext(deltas)
-            replies.check(first[1])
+                found = await _read_first(generations)
+                self._first_token.observe(time.monotonic() - began)
+                if not body.stream:
+                    for i, generation in enumerate(generations):
+                        found += [(i, replies.check(delta)) async for delta in generation]
         except BaseException:
             _cancel(generations)
             raise
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(reply, first, deltas, generations, has_usage)
-        return EventStream(events, functools.partial(_cancel, generations))
 
-    async def _measure(self, deltas: Deltas, began: float) -> Deltas:
-        """Yield the deltas, and record the times of the first and the last."""
-        is_first = True
-        async with contextlib.aclosing(deltas):
-            async for pair in deltas:
-                if is_first:
-                    self._first_token.observe(time.monotonic() - began)
-                    is_first = False
-                yield pair
-        self._duration.observe(time.monotonic() - began)
+        def end() -> None:
+            if all(generation.is_finished for generation in generations):
+                self._duration.observe(time.monotonic() - began)
+            _cancel(generations)
+
+        if body.stream:
+            return EventStream(reply, generations, found, end)
+        end()
+        return _json(reply.whole(found, generations))
 
     def _deadlines(self, request: Request) -> dict[str, float]:
         """Return the times in the queue and from then on: the limits, and those that the client sets by a header."""
@@ -313,53 +304,19 @@ class Server:
         return hashlib.sha256(self._key(request).encode()).hexdigest() if self._settings.keys else ""
 
 
-async def _merge(generations: Sequence[Generation]) -> Deltas:
-    """Yield (index, delta) of all generations in the order in which they come."""
-    if len(generations) == 1:
-        async for only in generations[0]:
-            yield 0, only
-        return
-    queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue(1)  # a slow reader leaves deltas to be joined
-
-    async def read(i: int, generation: Generation) -> None:
-        async for delta in generation:
-            await queue.put((i, delta))
-        await queue.put((i, None))
-
-    tasks = [asyncio.ensure_future(read(i, generation)) for i, generation in enumerate(generations)]
-    try:
-        running = len(tasks)
-        while running:
-            i, delta = await queue.get()
-            if delta is None:
-                running -= 1
-            else:
-                yield i, delta
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _events(
-    reply: Reply, first: Indexed, deltas: Deltas, generations: Sequence[Generation], has_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream; an error is the last event."""
-    extra = {"usage": None} if has_usage else {}
-    try:
-        yield msgspec.json.encode(reply.chunk(*first) | extra)
-        async with contextlib.aclosing(deltas):
-            async for i, delta in deltas:
-                yield msgspec.json.encode(reply.chunk(i, replies.check(delta)) | extra)
-        if has_usage:
-            yield msgspec.json.encode(reply.last(generations))
-        yield b"[DONE]"
-    except ApiError as error:
-        yield msgspec.json.encode(error.to_json())
+async def _read_first(generations: Sequence[Generation]) -> list[tuple[int, Delta]]:
+    """Wait for the first step with deltas; return them with the indices of their prompts."""
+    ready = asyncio.Event()
+    for generation in generations:
+        generation.listen(ready.set, asyncio.get_running_loop())
+    await ready.wait()
+    return [(i, replies.check(delta)) for i, one in enumerate(generations) for delta in one.take()[0]]
 
 
 def _cancel(generations: Sequence[Generation]) -> None:
     for generation in generations:
-        generation.cancel()
+        if not generation.is_finished:
+            generation.cancel()
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

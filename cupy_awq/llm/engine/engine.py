@@ -126,7 +126,7 @@ class Engine:
         self._is_idle = True
         self._beat = time.monotonic()
         self._totals = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0, "steps": 0}
-        self._woken: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
+        self._woken: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._delivered = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="cupy_awq engine", daemon=True)
@@ -320,22 +320,24 @@ class Engine:
                 raise RuntimeError(f"blocks: expected {pool.size} free ones in an idle engine, got {pool.free}")
 
     def _add(self, generation: Generation, delta: Delta) -> None:
-        """Add to a completion; the event loop of its reader is told once per step."""
-        waiter = generation.add(delta)
-        if waiter is not None:
-            self._woken.setdefault(waiter[0], set()).add(waiter[1])
+        """Add to a completion; the event loops of readers are told once per step."""
+        loop, on_delta = generation.add(delta) or (None, None)
+        if loop is not None and on_delta is not None:
+            self._woken.setdefault(loop, []).append(on_delta)
+        elif on_delta is not None:
+            on_delta()
 
     def _wake(self) -> bool:
         """Tell event loops of new deltas; return whether there are any."""
         has_woken, self._woken, woken = bool(self._woken), {}, self._woken
         self._delivered.clear()
-        for loop, events in woken.items():
+        for loop, functions in woken.items():
             with contextlib.suppress(RuntimeError):  # the reader's event loop may have been closed
-                loop.call_soon_threadsafe(_set_all, events, self._delivered)
+                loop.call_soon_threadsafe(_call_all, functions, self._delivered)
         return has_woken
 
 
-def _set_all(events: Iterable[asyncio.Event], delivered: threading.Event) -> None:
-    for event in events:
-        event.set()
-    asyncio.get_running_loop().call_soon(delivered.set)  # after the tasks that wait for the events
+def _call_all(functions: Iterable[Callable[[], None]], delivered: threading.Event) -> None:
+    for function in functions:
+        function()
+    asyncio.get_running_loop().call_soon(delivered.set)  # after the tasks that the functions have woken

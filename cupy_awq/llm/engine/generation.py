@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from cupy_awq.llm.completion import Completion
 from cupy_awq.llm.engine.request import Delta, Request
 
+Listener = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
+"""A function to call when there is something new, and the event loop to call it in; see `Generation.listen`."""
+
 
 class Generation:
     """The completions of one request. Threads may share it, and one of them may iterate over its deltas.
@@ -27,10 +30,10 @@ class Generation:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self._on_cancel = on_cancel
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._pending: dict[int, Delta] = {}
         self._unfinished = set(range(request.n))
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._listener: Listener | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -43,28 +46,43 @@ class Generation:
 
     def __iter__(self) -> Iterator[Delta]:
         """Yield the deltas until all completions have ended."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self.is_finished)
-                deltas, is_last = self._take()
+        ready, is_last = threading.Event(), False
+        self.listen(ready.set)
+        while not is_last:
+            ready.wait()
+            ready.clear()
+            deltas, is_last = self.take()
             yield from deltas
-            if is_last:
-                return
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Yield the deltas until all completions have ended."""
-        ready = asyncio.Event()
-        with self._changed:
-            self._waiter = asyncio.get_running_loop(), ready
-        while True:
-            with self._changed:
-                ready.clear()
-                deltas, is_last = self._take()
+        ready, is_last = asyncio.Event(), False
+        self.listen(ready.set, asyncio.get_running_loop())
+        while not is_last:
+            await ready.wait()
+            ready.clear()
+            deltas, is_last = self.take()
             for delta in deltas:
                 yield delta
-            if is_last:
-                return
-            await ready.wait()
+
+    def listen(self, on_delta: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Have a function called after each step with deltas to `take`, and now if there are any; it replaces others.
+
+        Args:
+            on_delta: the function, which must not wait and raises nothing.
+            loop: the running event loop, in which the function is called; None to call it in the engine's thread.
+        """
+        with self._lock:
+            self._listener = loop, on_delta
+            is_ready = self._pending or self.is_finished
+        if is_ready:
+            on_delta()
+
+    def take(self) -> tuple[list[Delta], bool]:
+        """Return what is new since the last call, one delta per completion, and whether it is the last."""
+        with self._lock:
+            deltas, self._pending = list(self._pending.values()), {}
+            return deltas, self.is_finished
 
     def result(self) -> list[Completion]:
         """Wait for the end and return the completions, with the reasons of `Delta`.
@@ -79,9 +97,9 @@ class Generation:
                 raise RuntimeError(delta.error)
         return completions
 
-    def add(self, new: Delta) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
-        """Add to a completion, for the engine; return the event loop and the event of a waiting reader, or None."""
-        with self._changed:
+    def add(self, new: Delta) -> Listener | None:
+        """Add to a completion, for the engine; return the function to call, or None."""
+        with self._lock:
             if new.choice not in self._unfinished:
                 return None
             if new.choice in self._pending:
@@ -91,10 +109,4 @@ class Generation:
             self.completion_tokens += len(new.tokens)
             if new.reason:
                 self._unfinished.remove(new.choice)
-            self._changed.notify_all()
-            return self._waiter
-
-    def _take(self) -> tuple[list[Delta], bool]:
-        """Return the pending deltas, and whether they are the last."""
-        deltas, self._pending = list(self._pending.values()), {}
-        return deltas, self.is_finished
+            return self._listener
