@@ -59,14 +59,18 @@ class _Row:
 
     Attributes:
         stream, detokenizer: its text.
+        step: the function of one of them that turns a token into text; the search for stop strings takes time.
         stop_ids: the tokens that end it.
+        limit: the largest number of its tokens.
         followers: the sequences that begin when its prompt is in the cache.
         count: the number of its tokens so far.
     """
 
     stream: DecodeStream
     detokenizer: Detokenizer
+    step: Callable[[int], str]
     stop_ids: frozenset[int]
+    limit: int
     followers: list[Sequence] = field(default_factory=list)
     count: int = 0
 
@@ -129,7 +133,10 @@ class Core:
                 sequence.table.salt = f"\0{self._begun}"  # so no other sequence has its prefixes
             stream = tokenizer.stream(sequence.request.prompt if request.continues else ())
             ends = frozenset() if request.ignore_stop_tokens else stop_ids
-            self._rows[sequence] = _Row(stream, Detokenizer(stream, stops), ends)
+            detokenizer = Detokenizer(stream, stops)
+            step = detokenizer.step if request.stop else stream.step
+            limit = sequence.limit - len(request.prompt)
+            self._rows[sequence] = _Row(stream, detokenizer, step, ends, limit)
             self._samplers[sequence] = RowSampler(sequence.request, sequence.choice, vocab, stop_ids)
         first = 1 if shares_prompt else len(sequences)
         for sequence in sequences[:first]:
@@ -181,45 +188,48 @@ class Core:
     def _finish(self, step: Step, launch: Launch, began: float) -> list[tuple[Sequence, Delta]]:
         """Wait for a step; return what it adds to each sequence, and end those that have all their tokens."""
         try:
-            outcomes = dict(zip((part.sequence for part in step.parts), launch.finish(), strict=True))
+            outcomes = launch.finish()
         except MemoryError:
-            outcomes = dict.fromkeys((part.sequence for part in step.parts), Outcome(error=NO_MEMORY))
-        if launch.is_ahead:
-            step = self.scheduler.land(step)
-        launched = len(outcomes)
-        step = Step(tuple(part for part in step.parts if part.sequence in self._rows), step.is_prompt)
-        sequences = [part.sequence for part in step.parts]
-        chosen = [[choice.token for choice in outcomes[sequence].tokens] for sequence in sequences]
+            outcomes = [Outcome(error=NO_MEMORY)] * len(step.parts)
+        pairs = [
+            (part, outcome)
+            for part, outcome in zip(step.parts, outcomes, strict=True)
+            if part.sequence in self._rows and (not launch.is_ahead or self.scheduler.land(part.sequence))
+        ]
         now = time.monotonic()
-        seconds = now - max(began, self._finished) if len(sequences) == launched else None
-        self.scheduler.finish_step(step, chosen, seconds)
+        seconds = now - max(began, self._finished) if len(pairs) == len(outcomes) else None
         self._finished = now
-        found = [(sequence, self._receive(sequence, outcomes[sequence])) for sequence in sequences]
+        chosen = [[choice.token for choice in outcome.tokens] for _, outcome in pairs]
+        self.scheduler.finish_step(Step(tuple(part for part, _ in pairs), step.is_prompt), chosen, seconds)
+        found = [(part.sequence, self._receive(part.sequence, outcome)) for part, outcome in pairs]
         self.end(sequence for sequence, delta in found if delta.reason)
         return [(sequence, delta) for sequence, delta in found if delta.tokens or delta.scored or delta.reason]
 
     def _receive(self, sequence: Sequence, outcome: Outcome) -> Delta:
         """Turn the new tokens of a sequence into text, up to the one that ends it."""
-        row, request = self._rows[sequence], sequence.request
-        text, reason, before = "", "", row.count
-        step = row.detokenizer.step if request.stop else row.stream.step  # the search for stop strings takes time
-        for choice in outcome.tokens:
+        row = self._rows[sequence]
+        text, reason, kept = "", "", list(outcome.tokens)
+        for i, choice in enumerate(kept, 1):
             row.count += 1
-            is_stop = choice.token in row.stop_ids
-            text += "" if is_stop else step(choice.token)
-            if is_stop or row.detokenizer.stopped:
+            if choice.token in row.stop_ids:
                 reason = "stop"
-            elif len(request.prompt) + row.count >= sequence.limit:
-                reason = "length"
+            else:
+                text += row.step(choice.token)
+                if row.detokenizer.stopped:
+                    reason = "stop"
+                elif row.count >= row.limit:
+                    reason = "length"
             if reason:
+                del kept[i:]
                 break
-        reason = reason or ("error" if outcome.error else "")
+        error = "" if reason else outcome.error
+        if error:
+            reason = "error"
         if reason:
             text += row.detokenizer.flush() + ("" if row.detokenizer.stopped else row.stream.flush())
-        if row.count or reason:
+        if row.followers and (row.count or reason):
             for follower in reversed(row.followers):
                 follower.admitted = sequence.admitted
                 self.scheduler.add(follower, first=True)
             row.followers = []
-        kept, error = outcome.tokens[: row.count - before], outcome.error if reason == "error" else ""
-        return Delta(sequence.choice, text, list(kept), list(outcome.scored), reason, error)
+        return Delta(sequence.choice, text, kept, list(outcome.scored), reason, error)

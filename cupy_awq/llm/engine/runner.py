@@ -172,6 +172,7 @@ class DeviceRunner:
         self.max_tokens = min(context, self.blocks * BLOCK)
         self._slots: dict[scheduler.Sequence, int] = {}
         self._free = list(range(rows, 0, -1))
+        self._on_host: set[scheduler.Sequence] = set()  # those whose tokens are chosen on the host
         self._landed: set[scheduler.Sequence] = set()  # those whose blocks may be replaced now, after their prompts
 
     def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:

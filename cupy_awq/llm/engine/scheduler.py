@@ -233,14 +233,15 @@ class Scheduler:
 
     def may_draft(self, step: Step) -> bool:
         """Return whether the step after a decode step may have drafts; it then needs the tokens of this step."""
-        return any(part.drafts or self._drafts(part.sequence, len(step.parts)) for part in step.parts)
+        return self._make_draft is not None and any(
+            part.drafts or self._drafts(part.sequence, len(step.parts)) for part in step.parts
+        )
 
-    def land(self, step: Step) -> Step:
-        """Return the parts of a step that was launched ahead, without those of sequences that have left since."""
-        parts = tuple(part for part in step.parts if part.sequence.ahead)
-        for part in parts:
-            part.sequence.ahead -= 1
-        return Step(parts, step.is_prompt)
+    def land(self, sequence: Sequence) -> bool:
+        """Note that a step that was launched ahead has ended; return whether the sequence has kept its blocks."""
+        is_running = sequence.ahead > 0
+        sequence.ahead -= is_running
+        return is_running
 
     def finish_step(self, step: Step, chosen: Tokens[Tokens[int]], seconds: float | None) -> None:
         """Record the tokens that each part of a step chose, and the time that the step took in seconds.
@@ -325,13 +326,17 @@ class Scheduler:
 
     def _decode_parts(self) -> tuple[Part, ...]:
         """Return the newest token of each decoding sequence, after making room for it, and drafts."""
-        # A sequence at its limit ends with the step that is ahead.
-        running = [s for s in self._decoding if len(s.tokens) + s.ahead < s.limit or not s.ahead]
-        for sequence in running:
-            known = len(sequence.tokens) + sequence.ahead
-            while sequence.table.blocks and not self.pool.reserve(sequence.table, known):
+        parts = []
+        for sequence in self._decoding.copy():
+            known, table = len(sequence.tokens) + sequence.ahead, sequence.table
+            if known >= sequence.limit and sequence.ahead:
+                continue  # it ends with the step that is ahead
+            while table.blocks and known > BLOCK * len(table.blocks) and not self.pool.reserve(table, known):
                 self._preempt(max(self.rows, key=lambda row: row.turn))  # perhaps the sequence itself
-        parts = [Part(s, len(s.tokens) - 1 + s.ahead, 1) for s in running if s.table.blocks]
+            parts.append(Part(sequence, known - 1, 1))
+        parts = [part for part in parts if part.sequence.table.blocks]
+        if self._make_draft is None:
+            return tuple(parts)
         for i, (sequence, start, size, _) in enumerate(parts):
             drafts = () if sequence.ahead else self._drafts(sequence, len(parts))
             if drafts and self.pool.reserve(sequence.table, len(sequence.tokens) + len(drafts)):
