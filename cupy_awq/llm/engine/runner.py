@@ -185,11 +185,14 @@ class DeviceRunner:
         for sequence in [s for s in self._slots if s not in samplers or not s.table.blocks]:
             self._free.append(self._slots.pop(sequence))
             self._landed.discard(sequence)
-        for part in step.parts:
+            self._on_host.discard(sequence)
+        for part in step.parts if step.is_prompt or self._landed else ():
             sequence = part.sequence
             if step.is_prompt:
                 if sequence not in self._slots:
                     self._slots[sequence] = self._free.pop()
+                if self._needs_logits(sequence.request):
+                    self._on_host.add(sequence)
                 self._steps.assign(self._slots[sequence], sequence.request.sampling, sequence.choice, sequence.tokens)
             if step.is_prompt or sequence in self._landed:
                 self._steps.place(self._slots[sequence], sequence.table.blocks)
@@ -203,7 +206,8 @@ class DeviceRunner:
         steps, slots = self._steps, self._slots
         hidden = steps.prompt([(slots[part.sequence], part.start, part.tokens) for part in step.parts])
         ends = list(itertools.accumulate(part.size for part in step.parts))
-        last = [(part, end - 1) for part, end in zip(step.parts, ends, strict=True) if part.is_last]
+        is_last = [part.is_last for part in step.parts]
+        last = [(part, end - 1) for part, end, flag in zip(step.parts, ends, is_last, strict=True) if flag]
         if last:
             logits = steps.last_logits(hidden, [row for _, row in last])
             rows = [(slots[part.sequence], part.start + part.size - 1) for part, _ in last]
@@ -214,47 +218,49 @@ class DeviceRunner:
             wait()
             self._landed.update(part.sequence for part in step.parts if part.sequence in samplers)
             with steps.stream:
-                chosen = self._outcomes([part for part, _ in last], logits, tokens, samplers) if last else {}
+                chosen = iter(self._outcomes([part for part, _ in last], logits, tokens, samplers) if last else ())
                 outcomes = []
-                for part, end in zip(step.parts, ends, strict=True):
+                for part, end, flag in zip(step.parts, ends, is_last, strict=True):
                     scored = _score(self._model, part, part.start, hidden[end - part.size : end])
-                    outcomes.append(chosen.get(part.sequence, Outcome())._replace(scored=scored))
+                    outcomes.append((next(chosen) if flag else Outcome())._replace(scored=scored))
                 return outcomes
 
-        requests = [part.sequence.request for part in step.parts]
-        return Launch(finish, not any(self._needs_logits(r) or r.prompt_logprobs is not None for r in requests))
+        is_scored = any(part.sequence.request.prompt_logprobs is not None for part in step.parts)
+        return Launch(finish, not is_scored and self._is_on_device(step))
 
     def _decode(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         rows = []
-        for part in step.parts:
-            blocks, tokens = part.sequence.table.blocks, part.sequence.tokens
-            new = [tokens[part.start] if part.start < len(tokens) else -1, *part.drafts]
-            for position, token in enumerate(new, part.start):
+        for sequence, start, _, drafts in step.parts:
+            slot, blocks, tokens = self._slots[sequence], sequence.table.blocks, sequence.tokens
+            for position, token in enumerate((tokens[start] if start < len(tokens) else -1, *drafts), start):
                 at = position // BLOCK
-                rows.append((self._slots[part.sequence], position, blocks[max(at - 1, 0)], blocks[at], token))
+                rows.append((slot, position, blocks[max(at - 1, 0)], blocks[at], token))
         has_drafts = len(rows) > len(step.parts)
         logits, chosen = self._steps.decode(rows, self._options(step), has_drafts=has_drafts)
 
         def finish() -> list[Outcome]:
             with self._steps.stream:
-                outcomes = self._outcomes(step.parts, logits, chosen, samplers)
-            return [outcomes[part.sequence] for part in step.parts]
+                return self._outcomes(step.parts, logits, chosen, samplers)
 
-        return Launch(finish, not any(self._needs_logits(part.sequence.request) for part in step.parts))
+        return Launch(finish, self._is_on_device(step))
 
     def _outcomes(
         self, parts: Sequence[Part], logits: Array, chosen: Tokens, samplers: Mapping[scheduler.Sequence, RowSampler]
-    ) -> dict[scheduler.Sequence, Outcome]:
+    ) -> list[Outcome]:
         """Wait for the tokens of parts, whose logits are in order, and return their outcomes."""
-        outcomes, tokens, end = {}, chosen.wait(), 0
+        outcomes, tokens, end = [], chosen.wait(), 0
         for part in parts:
-            rows = slice(end, end := end + 1 + len(part.drafts))
-            if self._needs_logits(part.sequence.request):
-                logits_of = self._model.ops.to_numpy(logits[rows])
-                outcomes[part.sequence] = _choose(part, logits_of, samplers[part.sequence])
+            first, end = end, end + 1 + len(part.drafts)
+            if part.sequence in self._on_host:
+                logits_of = self._model.ops.to_numpy(logits[first:end])
+                outcomes.append(_choose(part, logits_of, samplers[part.sequence]))
             else:
-                outcomes[part.sequence] = _accept(part, tokens[rows])
+                outcomes.append(_accept(part.drafts, tokens[first:end]))
         return outcomes
+
+    def _is_on_device(self, step: Step) -> bool:
+        """Return whether all tokens of a step are chosen on the device."""
+        return not self._on_host or self._on_host.isdisjoint(part.sequence for part in step.parts)
 
     def _needs_logits(self, request: Request) -> bool:
         """Return whether the tokens of a request are chosen on the host."""
@@ -265,17 +271,17 @@ class DeviceRunner:
 
     def _options(self, step: Step) -> ChoiceOptions:
         """Return what the choice of the rows of a step needs that is made on the device."""
-        requests = [part.sequence.request for part in step.parts]
-        given = [request.sampling for request in requests if not self._needs_logits(request)]
+        sequences = (part.sequence for part in step.parts)
+        given = [sequence.request.sampling for sequence in sequences if sequence not in self._on_host]
         sampled = [sampling for sampling in given if sampling.temperature > 0]
         filters = any(s.top_k or s.top_p < 1 or s.min_p for s in sampled)
         return ChoiceOptions(bool(sampled), filters, any(s.repetition_penalty != 1 for s in given))
 
 
-def _accept(part: Part, tokens: Sequence[int]) -> Outcome:
+def _accept(drafts: Sequence[int], tokens: Sequence[int]) -> Outcome:
     """Return the first of the tokens and, as long as it is the next draft, one more; see `_choose`."""
     kept: list[TokenChoice] = []
-    for token, draft in zip(tokens, [*part.drafts, -1], strict=True):
+    for token, draft in zip(tokens, (*drafts, -1), strict=True):
         if token < 0:
             return Outcome(kept, NAN_LOGITS)
         kept.append(TokenChoice(token))
