@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq.llm.decoder.backend import ChoiceOptions
 from cupy_awq.llm.decoder.block_pool import BLOCK, DUMMY, count_blocks
 from cupy_awq.llm.decoder.model import Model
-from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.sampling import Offsets, Sampling
 
 
 def logits_of(model: Model, ids: Sequence[int], *sizes: int) -> np.ndarray:
@@ -29,7 +29,7 @@ def logits_of(model: Model, ids: Sequence[int], *sizes: int) -> np.ndarray:
         return np.concatenate(found)
     steps, found = ops.make_steps(model.forward, model.head, 1, len(ids), len(blocks) * BLOCK), []
     with steps.stream:
-        steps.assign(1, Sampling(), 0, [])
+        steps.assign(1, Sampling(), 0, [], Offsets({}, 0, 0))
         steps.place(1, blocks)
         for start, part in parts:
             if start and len(part) == 1:

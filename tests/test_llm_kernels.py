@@ -12,7 +12,7 @@ import pytest
 from cupy_awq.kernels.decoder import decoder as llm
 from cupy_awq.kernels.decoder.decode_attention import MAX_SPLITS, UNSPLIT_KEYS
 from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS, SLOT_OPTIONS, slot_options
-from cupy_awq.llm.decoder.sampling import Sampling, choose_token
+from cupy_awq.llm.decoder.sampling import Offsets, Sampling, choose_token
 from tests.backends import BACKENDS, runner
 from tests.paged_cache import (
     check_close,
@@ -254,8 +254,11 @@ def chosen_by_kernels(
     lengths: np.ndarray,
     seen: np.ndarray | None = None,
     sm_count: int = 0,
+    adjusted: list[Offsets] | None = None,
 ) -> np.ndarray:
     """Return the tokens that the sampling kernels choose for rows with the given options; they update ``seen`` [m, V].
+
+    With ``adjusted``, they also update the values of the offsets of each row.
 
     The slots are in another order than the rows, with others in between. Row i has the choice 10 + i.
     """
@@ -263,8 +266,14 @@ def chosen_by_kernels(
     here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
     slots = 2 * np.arange(m, dtype=np.int32)[::-1] + 1
     options, newest = np.zeros(2 * m + 1, SLOT_OPTIONS), np.full(2 * m + 1, -7, np.int32)
-    options[slots] = np.concatenate([slot_options(sampling, 10 + i) for i, sampling in enumerate(given)])
+    own = adjusted or [None] * m
+    options[slots] = np.concatenate([slot_options(*row) for row in zip(given, range(10, 10 + m), own, strict=True)])
     read: dict[str, np.ndarray | None] = {**frozen(logits=logits, slots=slots, options=options), "seen": None}
+    offsets = read["offsets"] = None if adjusted is None else nan(2 * m + 1, vocab, dtype=np.float32)
+    for slot, row in zip(slots, adjusted or (), strict=False):
+        if row:
+            offsets[slot] = 0
+            row.apply(offsets[slot])
     if seen is not None:
         read["seen"] = np.full((2 * m + 1, vocab), 7, np.uint8)
         read["seen"][slots] = seen
@@ -282,6 +291,8 @@ def chosen_by_kernels(
     if seen is not None:
         seen[...] = read["seen"][slots]
         assert (read["seen"][::2] == 7).all()
+    for slot, row in zip(slots, adjusted or (), strict=False):
+        row.values = {int(i): offsets[slot, i] for i in np.flatnonzero(offsets[slot])} if row else {}
     return host_tokens
 
 
@@ -331,8 +342,33 @@ def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, 
     found = chosen_by_kernels(backend, arch, logits, given, lengths, seen if penalizes else None)
     assert found.tolist() == wanted
     for row, token, sampling in zip(marked, wanted, given, strict=True):
-        row[token] |= sampling.repetition_penalty != 1
+        row[token] = 3 if sampling.repetition_penalty != 1 else row[token]
     np.testing.assert_array_equal(seen, marked)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=9, repetition_penalty=1.3, seed=4)])
+def test_bias_and_penalties_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
+    """Six tokens of each row, whose offsets and marks the kernel keeps; the last row has no offsets."""
+    logits = np.random.default_rng(8).standard_normal((4, 301)).astype(np.float32)
+    rows = [({3: 2.5, 300: -100.0, 7: 0.0}, 0, 0), ({5: 3.0}, 0.3, 0.7), ({}, -0.9, 1.1), ({}, 0, 0)]
+    found, wanted = ([Offsets(*row) for row in rows] for _ in range(2))
+    marks, seen = np.zeros(logits.shape, np.uint8), np.zeros(logits.shape, bool)
+    seen[:, :20] = marks[:, :20] = 1
+    for length in range(6):
+        lengths = np.full(4, length, np.int32)
+        tokens = chosen_by_kernels(backend, arch, logits, [sampling] * 4, lengths, marks, adjusted=found)
+        copies = logits.copy()
+        for i, offsets in enumerate(wanted):
+            offsets.apply(copies[i])
+        assert tokens.tolist() == chosen_by_formulas(copies, [sampling] * 4, lengths, seen)
+        for i, token in enumerate(tokens.tolist()):
+            wanted[i].add(token)
+            seen[i, token] |= sampling.repetition_penalty != 1
+    for i, offsets in enumerate(wanted):
+        assert found[i].values == {token: value for token, value in offsets.values.items() if value}
+        assert set(np.flatnonzero(marks[i] & 2)) >= offsets.generated
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -364,7 +400,7 @@ def test_limits_keep_all_tokens_that_tie_with_the_last_kept_one(backend: str, ar
     logits = np.array([[1, 3, 2, 2, 2, 0, -1, -2]], np.float32)
     for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
         limits, slots = nan(1, dtype=np.float32), np.zeros(1, np.int32)
-        read = {"logits": logits, "seen": None, "slots": slots}
+        read = {"logits": logits, "seen": None, "offsets": None, "slots": slots}
         read["options"] = slot_options(Sampling(temperature=1.0, **options), 0)
         runner(backend)(llm.plan_sampling_threshold(facts(arch, backend), 1, 8), {**read, "limits": limits})
         assert limits[0] == wanted

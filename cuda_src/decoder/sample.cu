@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Selects the next token of each row:
 //
-//   penalized = logit > 0 ? logit / penalty : logit * penalty, for seen tokens (PENALTY); logit for other tokens
+//   adjusted = logit + offset (PENALTY): bias, presence and frequency penalty of the token
+//   penalized = adjusted > 0 ? adjusted / penalty : adjusted * penalty, for seen tokens (PENALTY); else adjusted
 //   scaled = penalized / temperature
 //   sample_token without SAMPLES   token = argmax of penalized; of equal values, the smallest token
 //   sample_token with SAMPLES      token = argmax of scaled + noise over all tokens with scaled >= limit
@@ -11,8 +12,12 @@
 // from the softmax of the scaled values. At temperature 0 the token is the argmax, also with SAMPLES.
 //
 //   logits       float32 [rows, vocab]
-//   seen         uint8 [slots, vocab], 1 for the tokens of the text so far; with PENALTY only. sample_token also sets
-//                the new token of a slot whose penalty is not 1.
+//   seen         uint8 [slots, vocab], the sum of 1 for the tokens of the text so far and 2 for those that the sequence
+//                has generated; with PENALTY only. sample_token also sets both for the new token of a slot whose
+//                penalty is not 1 or that has offsets.
+//   offsets      float32 [slots, vocab], of which only the rows of slots that have offsets are valid; with PENALTY only.
+//                sample_token subtracts the frequency penalty from that of the new token and, at its first occurrence,
+//                the presence penalty before it.
 //   limits       float32 [rows]; null if sample_token may sample every token
 //   slots        int32 [rows], the slot of each row: its sequence
 //   options      Options [slots]
@@ -22,7 +27,7 @@
 //   counters     uint32 [rows], zero before and after the launch
 //   host_tokens  int32 [rows] in pinned host memory, the new tokens
 //
-// Limits: with PENALTY, rows with equal slots only if their penalty is 1. Architectures: all.
+// Limits: with PENALTY, rows with equal slots only if their penalty is 1 and they have no offsets. Architectures: all.
 // Grids: (CTAs, rows) for sample_token, (1, rows) for sampling_threshold.
 #include "decoder/dependent_launch.cuh"
 
@@ -55,19 +60,22 @@ constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;  // the increment of splitmix6
 struct Options {
   uint64_t seed;
   int32_t choice, top_k;
-  float temperature, top_p, log_min_p, penalty;
+  float temperature, top_p, log_min_p, penalty, presence, frequency;
+  int64_t has_offsets;
 };
 
 struct Logits {
   const float* row;
   const uint8_t* seen;
+  const float* offsets;  // null without any
   float temperature, penalty;
 
   __device__ __forceinline__ float operator()(int token) const { return transform(token, row[token]); }
 
-  // Returns the value of a logit after repetition penalty and temperature.
+  // Returns the value of a logit after offset, repetition penalty and temperature.
   __device__ __forceinline__ float transform(int token, float value) const {
     if constexpr (kPenalty) {
+      if (offsets) value += offsets[token];
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
     }
     return kSamples && temperature > 0.0f ? value / temperature : value;
@@ -96,9 +104,9 @@ __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    sample_token(const float* logits, uint8_t* seen, const float* limits, const int32_t* slots, const Options* options,
-                 int32_t* tokens, const int32_t* lengths, uint64_t* partials, uint32_t* counters, int32_t* host_tokens,
-                 int vocab) {
+    sample_token(const float* logits, uint8_t* seen, float* offsets, const float* limits, const int32_t* slots,
+                 const Options* options, int32_t* tokens, const int32_t* lengths, uint64_t* partials,
+                 uint32_t* counters, int32_t* host_tokens, int vocab) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
   launch_dependents_and_wait();
@@ -106,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int slot = slots[row];
   const Options own = options[slot];
   uint8_t* const own_seen = seen + static_cast<int64_t>(slot) * vocab;
-  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen, own.temperature, own.penalty};
+  float* const own_offsets = own.has_offsets ? offsets + static_cast<int64_t>(slot) * vocab : nullptr;
+  const Logits values{logits + static_cast<int64_t>(row) * vocab, own_seen, own_offsets, own.temperature, own.penalty};
   const uint64_t position = lengths[row] + 1;  // that of the token that is chosen now
   const uint64_t hash = mix(own.seed + (static_cast<uint64_t>(own.choice) << 32 | position) * kStep);
   const bool adds_noise = own.temperature > 0.0f;
@@ -173,7 +182,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int token = is_nan ? -1 : static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
     tokens[slot] = token;
     host_tokens[row] = token;
-    if (kPenalty && own.penalty != 1.0f && !is_nan) own_seen[token] = 1;
+    if (kPenalty && (own_offsets || own.penalty != 1.0f) && !is_nan) {
+      if (own_offsets) {
+        const float first = own_seen[token] & 2 ? 0.0f : own.presence;
+        own_offsets[token] = own_offsets[token] - first - own.frequency;
+      }
+      own_seen[token] = 3;
+    }
   }
 }
 
@@ -216,8 +231,8 @@ template <class Weight> __device__ __forceinline__ float find_threshold(const Lo
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    sampling_threshold(const float* logits, uint8_t* seen, float* limits, const int32_t* slots, const Options* options,
-                       int vocab) {
+    sampling_threshold(const float* logits, uint8_t* seen, float* offsets, float* limits, const int32_t* slots,
+                       const Options* options, int vocab) {
   __shared__ uint64_t shared[kWarps];
   __shared__ RadixSelect radix_select;
   launch_dependents_and_wait();
@@ -227,8 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) limits[blockIdx.y] = __int_as_float(0xff800000);  // minus infinity keeps all tokens
     return;
   }
-  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab, seen + static_cast<int64_t>(slot) * vocab,
-                      own.temperature, own.penalty};
+  const int64_t row = static_cast<int64_t>(slot) * vocab;
+  const Logits values{logits + static_cast<int64_t>(blockIdx.y) * vocab, seen + row,
+                      own.has_offsets ? offsets + row : nullptr, own.temperature, own.penalty};
   uint64_t highest = 0;
   for (int token = threadIdx.x; token < vocab; token += THREADS) {
     const uint64_t key = key_of(values(token));

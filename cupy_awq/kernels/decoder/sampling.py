@@ -22,6 +22,7 @@ SLOT_OPTIONS = np.dtype(
     [
         *(("seed", "u8"), ("choice", "i4"), ("top_k", "i4")),
         *(("temperature", "f4"), ("top_p", "f4"), ("log_min_p", "f4"), ("penalty", "f4")),
+        *(("presence", "f4"), ("frequency", "f4"), ("has_offsets", "i8")),
     ]
 )
 """The dtype of the options of one sequence."""
@@ -35,7 +36,7 @@ class TokenSampling(MemoryBoundProblem):
         m: number of rows.
         vocab: number of logits per row.
         samples: whether any row samples; else all take the largest logit.
-        penalizes: whether any row has a repetition penalty.
+        penalizes: whether any row has a repetition penalty or offsets.
     """
 
     m: int
@@ -58,7 +59,7 @@ class TokenSampling(MemoryBoundProblem):
 class ThresholdSearch(MemoryBoundProblem):
     """A search for the smallest logit that may be sampled, for each of m rows.
 
-    The penalty and the temperature are applied to the logits first; top-k, top-p and min-p then determine the smallest.
+    Offsets, penalty and temperature are applied to the logits first; then top-k, top-p and min-p determine the limit.
 
     Attributes:
         m, vocab, penalizes: as in `TokenSampling`.
@@ -79,20 +80,27 @@ class ThresholdSearch(MemoryBoundProblem):
         return 4 * self.m * self.vocab
 
 
-def slot_options(sampling: Any, choice: int) -> npt.NDArray[np.void]:
-    """Return `SLOT_OPTIONS` [1]: the `cupy_awq.llm.Sampling` of a sequence and the index of its completion."""
+def slot_options(sampling: Any, choice: int, offsets: Any = None) -> npt.NDArray[np.void]:
+    """Return `SLOT_OPTIONS` [1] of a sequence.
+
+    Args:
+        sampling: the `cupy_awq.llm.Sampling`.
+        choice: the index of the completion.
+        offsets: its `cupy_awq.llm.decoder.sampling.Offsets`, or None.
+    """
     log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
     filters = min(sampling.top_k, 2**31 - 1), sampling.temperature, sampling.top_p, log_min_p
-    return np.array([(sampling.seed, choice, *filters, sampling.repetition_penalty)], SLOT_OPTIONS)
+    penalties = (offsets.presence, offsets.frequency, 1) if offsets else (0, 0, 0)
+    return np.array([(sampling.seed, choice, *filters, sampling.repetition_penalty, *penalties)], SLOT_OPTIONS)
 
 
 def plan_sample(config: SoleConfig, problem: TokenSampling, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are logits, seen, limits, slots, options, tokens, lengths, partials, counters and host_tokens; limits is
-    a null pointer if every token may be sampled.
+    The buffers are logits, seen, offsets, limits, slots, options, tokens, lengths, partials, counters and host_tokens;
+    limits is a null pointer if every token may be sampled.
     """
-    buffers = ("logits", "seen", "limits", "slots", "options", "tokens", "lengths", "partials", "counters")
+    buffers = ("logits", "seen", "offsets", "limits", "slots", "options", "tokens", "lengths", "partials", "counters")
     arguments = (*buffers, "host_tokens", *int32s(problem.vocab))
     defines = _constants(problem.samples, problem.penalizes)
     resident_ctas = 1024 // THREADS * device.sm_count
@@ -101,8 +109,8 @@ def plan_sample(config: SoleConfig, problem: TokenSampling, device: Device) -> L
 
 
 def plan_threshold(config: SoleConfig, problem: ThresholdSearch, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are logits, seen, limits, slots and options."""
-    arguments = ("logits", "seen", "limits", "slots", "options", *int32s(problem.vocab))
+    """Return the launch plan; the buffers are logits, seen, offsets, limits, slots and options."""
+    arguments = ("logits", "seen", "offsets", "limits", "slots", "options", *int32s(problem.vocab))
     defines = _constants(True, problem.penalizes)
     return plan_launch(device, SAMPLING_THRESHOLD.NAME, defines, (1, problem.m, 1), 1024, arguments, source="sample")
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cupy_awq.check import Array
 from cupy_awq.llm.decoder.forward import ColumnOrder, HostOrder, Operation, Projection
-from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.sampling import Offsets, Sampling
 from cupy_awq.llm.decoder.states import Pages
 from cupy_awq.llm.families.description import Experts
 from cupy_awq.llm.files.model_files import Linear
@@ -52,7 +52,7 @@ class ChoiceOptions(NamedTuple):
     Attributes:
         samples: whether any row samples.
         filters: whether any row has a top_k, top_p or min_p.
-        penalizes: whether any row has a repetition penalty.
+        penalizes: whether any row has a repetition penalty or offsets.
     """
 
     samples: bool = False
@@ -71,8 +71,11 @@ class Steps(Protocol):
     stream: contextlib.AbstractContextManager[Any]
     """The context in which all methods must be called, and in which their results must be used."""
 
-    def assign(self, slot: int, sampling: Sampling, choice: int, known: Sequence[int]) -> None:
-        """Give a slot to a sequence: its sampling parameters, the index of the completion, and its tokens so far."""
+    def assign(self, slot: int, sampling: Sampling, choice: int, known: Sequence[int], offsets: Offsets) -> None:
+        """Give a slot to a sequence: its parameters, the index of the completion, its tokens so far and their offsets.
+
+        The device keeps its own offsets from then on.
+        """
         ...
 
     def place(self, slot: int, blocks: Sequence[int]) -> None:
@@ -98,7 +101,7 @@ class Steps(Protocol):
 
         A row is (slot, position, block before that of the position, block of the position, token id); -1 as the token
         is the one that the last launched step has chosen for the slot. With ``has_drafts``, several rows may have a
-        slot, at consecutive positions; no row then has a repetition penalty.
+        slot, at consecutive positions; no row then has a repetition penalty or offsets.
         """
         ...
 

@@ -21,7 +21,7 @@ from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.backend import ChoiceOptions, DecoderOps, Forward, Steps
 from cupy_awq.llm.decoder.block_pool import BLOCK, DUMMY, count_blocks
 from cupy_awq.llm.decoder.forward import Projection
-from cupy_awq.llm.decoder.sampling import Sampling
+from cupy_awq.llm.decoder.sampling import Offsets, Sampling
 from cupy_awq.llm.decoder.step_graphs import (
     CudaKvState,
     CudaRows,
@@ -139,6 +139,7 @@ class CudaSteps(Steps):
         self._newest = cupy.zeros(1 + rows, np.int32)
         self._options = cupy.asarray(np.repeat(slot_options(Sampling(), 0), 1 + rows).view(np.uint8))
         self._seen = cupy.zeros((1 + rows, ops.config.vocab), np.uint8)
+        self._offsets = cupy.zeros(self._seen.shape, np.float32)
         most = max(rows, draft_rows)
         self._sizes = [size for size in GRAPH_SIZES if size <= next_size(most)] if prepares else [most]
         most = self._sizes[-1]
@@ -189,14 +190,19 @@ class CudaSteps(Steps):
             for options in CHOICES:
                 self.choose(logits, [(0, 0)], options)
 
-    def assign(self, slot: int, sampling: Sampling, choice: int, known: Sequence[int]) -> None:
-        itemsize = SLOT_OPTIONS.itemsize
+    def assign(self, slot: int, sampling: Sampling, choice: int, known: Sequence[int], offsets: Offsets) -> None:
+        itemsize, vocab = SLOT_OPTIONS.itemsize, self._seen.shape[1]
         options = self._options[slot * itemsize : (slot + 1) * itemsize]
-        copy_to(options, slot_options(sampling, choice).view(np.uint8), self.stream)
-        if sampling.repetition_penalty != 1:
-            seen = np.zeros(self._seen.shape[1], np.uint8)
+        copy_to(options, slot_options(sampling, choice, offsets).view(np.uint8), self.stream)
+        if sampling.repetition_penalty != 1 or offsets:
+            seen = np.zeros(vocab, np.uint8)
             seen[known] = 1
+            seen[list(offsets.generated)] = 3
             copy_to(self._seen[slot], seen, self.stream)
+        if offsets:
+            values = np.zeros(vocab, np.float32)
+            offsets.apply(values)
+            copy_to(self._offsets[slot], values, self.stream)
 
     def place(self, slot: int, blocks: Sequence[int]) -> None:
         copy_to(self._table[slot, : len(blocks)], np.array(blocks, np.int32), self.stream)
@@ -285,7 +291,8 @@ class CudaSteps(Steps):
         m, vocab = logits.shape
         ops, at = self._ops, self._count % IN_FLIGHT
         self._count += 1
-        read = {"logits": logits, "seen": self._seen, "slots": slots, "options": self._options}
+        state = {"seen": self._seen, "offsets": self._offsets}
+        read = {"logits": logits, **state, "slots": slots, "options": self._options}
         limits = self._limits if options.filters else None
         if limits is not None:
             plan = kernels.plan_sampling_threshold(ops.device, m, vocab, options.penalizes)

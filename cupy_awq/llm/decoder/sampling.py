@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,48 @@ class Sampling:
             raise ValueError(f"repetition_penalty: expected 1e-6 to 1e6, got {self.repetition_penalty}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed: expected 0..2**64-1, got {self.seed}")
+
+
+class Offsets:
+    """The numbers that are added to the logits of some tokens of one completion, in float32.
+
+    Args:
+        bias: the first offsets by token id.
+        presence: the penalty that is subtracted from the offset of a token when it is first generated.
+        frequency: the penalty that is subtracted whenever it is generated.
+        generated: the tokens of the completion so far.
+
+    Attributes:
+        values: the offsets by token id; others are 0.
+        generated: the tokens that the completion contains.
+
+    >>> offsets = Offsets({5: 1.0}, presence=0.5, frequency=0.25, generated=[5, 7, 5])
+    >>> {token: float(value) for token, value in offsets.values.items()}
+    {5: 0.0, 7: -0.75}
+    """
+
+    def __init__(
+        self, bias: Mapping[int, float], presence: float, frequency: float, generated: Iterable[int] = ()
+    ) -> None:
+        self.presence, self.frequency = np.float32(presence), np.float32(frequency)
+        self.values = {token: np.float32(value) for token, value in bias.items()}
+        self.generated: set[int] = set()
+        for token in generated:
+            self.add(token)
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.presence or self.frequency)
+
+    def add(self, token: int) -> None:
+        """Record a generated token."""
+        if self.presence or self.frequency:
+            first = np.float32(0) if token in self.generated else self.presence
+            self.values[token] = self.values.get(token, np.float32(0)) - first - self.frequency
+            self.generated.add(token)
+
+    def apply(self, logits: Array) -> None:
+        """Add the offsets to logits, float32 [V]."""
+        logits[list(self.values)] += np.array(list(self.values.values()), np.float32)
 
 
 def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: int, position: int) -> int:

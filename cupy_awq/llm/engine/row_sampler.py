@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.llm.decoder.sampling import choose_token
+from cupy_awq.llm.decoder.sampling import Offsets, choose_token
 from cupy_awq.llm.engine.request import Request, TokenChoice
 
 Array = npt.NDArray[Any]
@@ -19,9 +18,9 @@ Array = npt.NDArray[Any]
 class RowSampler:
     """The sampling state of one completion.
 
-    The logits get, in this order: the bias; the presence and frequency penalties of the completion's tokens; -inf for
-    stop tokens that come too early and for tokens that the constraint forbids; then what `choose_token` does:
-    repetition penalty, temperature, top_k, top_p, min_p and noise.
+    The logits get, in this order: bias, presence and frequency penalties (`Offsets`); -inf for stop tokens that come
+    too early and for tokens that the constraint forbids; then what `choose_token` does: repetition penalty,
+    temperature, top_k, top_p, min_p and noise.
 
     Args:
         request: the request.
@@ -33,11 +32,8 @@ class RowSampler:
     def __init__(self, request: Request, choice: int, vocab: int, stop_ids: Collection[int]) -> None:
         self._request, self._choice = request, choice
         self._stop_ids = list(stop_ids)
-        self._biased = np.array(list(request.logit_bias), np.int64)
-        self._biases = np.array(list(request.logit_bias.values()), np.float32)
-        self._counts: Counter[int] = Counter()
+        self._offsets = make_offsets(request)
         self._length = len(request.prompt)
-        self._penalizes = bool(request.presence_penalty or request.frequency_penalty)
         self._seen = np.zeros(vocab if request.sampling.repetition_penalty != 1 else 0, bool)
         if self._seen.size:
             self._seen[list(request.prompt)] = True
@@ -51,11 +47,8 @@ class RowSampler:
         request, raw = self._request, logits
         if request.logprobs is not None:
             logits = logits.copy()
-        if self._biased.size:
-            logits[self._biased] += self._biases
-        if self._penalizes and self._counts:
-            ids, counts = (np.array(list(part)) for part in (self._counts, self._counts.values()))
-            logits[ids] -= np.float32(request.presence_penalty) + np.float32(request.frequency_penalty) * counts
+        if self._offsets.values:
+            self._offsets.apply(logits)
         if self._length - len(request.prompt) < request.min_tokens:
             logits[self._stop_ids] = -np.inf
         if self._constraint is not None:
@@ -64,10 +57,15 @@ class RowSampler:
         if self._constraint is not None:
             self._constraint.accept(token)
         self._length += 1
-        self._counts[token] += self._penalizes
+        self._offsets.add(token)
         if self._seen.size:
             self._seen[token] = True
         return TokenChoice(token) if request.logprobs is None else with_logprobs(request.logprobs, token, raw)
+
+
+def make_offsets(request: Request, generated: Iterable[int] = ()) -> Offsets:
+    """Return the bias and the penalties of a completion with the given tokens."""
+    return Offsets(request.logit_bias, request.presence_penalty, request.frequency_penalty, generated)
 
 
 def with_logprobs(count: int, token: int, logits: Array) -> TokenChoice:

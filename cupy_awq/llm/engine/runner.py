@@ -18,11 +18,15 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.sampling import NAN_LOGITS
 from cupy_awq.llm.engine import scheduler
 from cupy_awq.llm.engine.request import Request, TokenChoice
-from cupy_awq.llm.engine.row_sampler import RowSampler, with_logprobs
+from cupy_awq.llm.engine.row_sampler import RowSampler, make_offsets, with_logprobs
 from cupy_awq.llm.engine.scheduler import Part, Step
 
 SCORE_ROWS = 64
 """The number of prompt tokens whose logits are in memory at a time."""
+
+
+GREEDY = ChoiceOptions()
+"""The needs of a choice of the most likely tokens."""
 
 
 class Outcome(NamedTuple):
@@ -147,7 +151,7 @@ class PagedRunner:
 class DeviceRunner:
     """A runner on a GPU: steps are launched ahead of the host, and choose most tokens on the device.
 
-    Rows whose requests need their logits on the host (`_needs_logits`) are chosen there; a step with such a row is not
+    Rows whose requests need their logits on the host (`_choice`) are chosen there; a step with such a row is not
     followed by another before its tokens are known.
 
     Args:
@@ -172,7 +176,7 @@ class DeviceRunner:
         self.max_tokens = min(context, self.blocks * BLOCK)
         self._slots: dict[scheduler.Sequence, int] = {}
         self._free = list(range(rows, 0, -1))
-        self._on_host: set[scheduler.Sequence] = set()  # those whose tokens are chosen on the host
+        self._choices: dict[scheduler.Sequence, ChoiceOptions | None] = {}  # None on the host
         self._landed: set[scheduler.Sequence] = set()  # those whose blocks may be replaced now, after their prompts
 
     def launch(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
@@ -185,15 +189,16 @@ class DeviceRunner:
         for sequence in [s for s in self._slots if s not in samplers or not s.table.blocks]:
             self._free.append(self._slots.pop(sequence))
             self._landed.discard(sequence)
-            self._on_host.discard(sequence)
+            del self._choices[sequence]
         for part in step.parts if step.is_prompt or self._landed else ():
             sequence = part.sequence
             if step.is_prompt:
                 if sequence not in self._slots:
                     self._slots[sequence] = self._free.pop()
-                if self._needs_logits(sequence.request):
-                    self._on_host.add(sequence)
-                self._steps.assign(self._slots[sequence], sequence.request.sampling, sequence.choice, sequence.tokens)
+                    self._choices[sequence] = self._choice(sequence.request)
+                request, known = sequence.request, sequence.tokens
+                offsets = make_offsets(request, known[len(request.prompt) :])
+                self._steps.assign(self._slots[sequence], request.sampling, sequence.choice, known, offsets)
             if step.is_prompt or sequence in self._landed:
                 self._steps.place(self._slots[sequence], sequence.table.blocks)
                 self._landed.discard(sequence)
@@ -204,6 +209,7 @@ class DeviceRunner:
 
     def _prompt(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         steps, slots = self._steps, self._slots
+        options, is_on_device = self._options(step)
         hidden = steps.prompt([(slots[part.sequence], part.start, part.tokens) for part in step.parts])
         ends = list(itertools.accumulate(part.size for part in step.parts))
         is_last = [part.is_last for part in step.parts]
@@ -211,7 +217,7 @@ class DeviceRunner:
         if last:
             logits = steps.last_logits(hidden, [row for _, row in last])
             rows = [(slots[part.sequence], part.start + part.size - 1) for part, _ in last]
-            tokens = steps.choose(logits, rows, self._options(step))
+            tokens = steps.choose(logits, rows, options)
         wait = steps.mark()
 
         def finish() -> list[Outcome]:
@@ -226,7 +232,7 @@ class DeviceRunner:
                 return outcomes
 
         is_scored = any(part.sequence.request.prompt_logprobs is not None for part in step.parts)
-        return Launch(finish, not is_scored and self._is_on_device(step))
+        return Launch(finish, is_on_device and not is_scored)
 
     def _decode(self, step: Step, samplers: Mapping[scheduler.Sequence, RowSampler]) -> Launch:
         rows = []
@@ -236,13 +242,14 @@ class DeviceRunner:
                 at = position // BLOCK
                 rows.append((slot, position, blocks[max(at - 1, 0)], blocks[at], token))
         has_drafts = len(rows) > len(step.parts)
-        logits, chosen = self._steps.decode(rows, self._options(step), has_drafts=has_drafts)
+        options, is_on_device = self._options(step)
+        logits, chosen = self._steps.decode(rows, options, has_drafts=has_drafts)
 
         def finish() -> list[Outcome]:
             with self._steps.stream:
                 return self._outcomes(step.parts, logits, chosen, samplers)
 
-        return Launch(finish, self._is_on_device(step))
+        return Launch(finish, is_on_device)
 
     def _outcomes(
         self, parts: Sequence[Part], logits: Array, chosen: Tokens, samplers: Mapping[scheduler.Sequence, RowSampler]
@@ -251,31 +258,29 @@ class DeviceRunner:
         outcomes, tokens, end = [], chosen.wait(), 0
         for part in parts:
             first, end = end, end + 1 + len(part.drafts)
-            if part.sequence in self._on_host:
+            if self._choices.get(part.sequence, GREEDY) is None:
                 logits_of = self._model.ops.to_numpy(logits[first:end])
                 outcomes.append(_choose(part, logits_of, samplers[part.sequence]))
             else:
                 outcomes.append(_accept(part.drafts, tokens[first:end]))
         return outcomes
 
-    def _is_on_device(self, step: Step) -> bool:
-        """Return whether all tokens of a step are chosen on the device."""
-        return not self._on_host or self._on_host.isdisjoint(part.sequence for part in step.parts)
+    def _choice(self, request: Request) -> ChoiceOptions | None:
+        """Return the needs of the choice of a request's tokens, or None if they are chosen on the host."""
+        sampling = request.sampling
+        penalizes = sampling.repetition_penalty != 1 or bool(make_offsets(request))
+        is_limited = request.min_tokens or request.make_constraint is not None or request.logprobs is not None
+        if is_limited or (penalizes and self._has_drafts):
+            return None
+        samples = sampling.temperature > 0
+        filters = samples and bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+        return ChoiceOptions(samples, filters, penalizes)
 
-    def _needs_logits(self, request: Request) -> bool:
-        """Return whether the tokens of a request are chosen on the host."""
-        has_penalty = request.sampling.repetition_penalty != 1 and self._has_drafts
-        has_penalty |= bool(request.presence_penalty or request.frequency_penalty)
-        is_limited = request.logit_bias or request.min_tokens or request.make_constraint is not None
-        return bool(has_penalty or is_limited or request.logprobs is not None)
-
-    def _options(self, step: Step) -> ChoiceOptions:
-        """Return what the choice of the rows of a step needs that is made on the device."""
-        sequences = (part.sequence for part in step.parts)
-        given = [sequence.request.sampling for sequence in sequences if sequence not in self._on_host]
-        sampled = [sampling for sampling in given if sampling.temperature > 0]
-        filters = any(s.top_k or s.top_p < 1 or s.min_p for s in sampled)
-        return ChoiceOptions(bool(sampled), filters, any(s.repetition_penalty != 1 for s in given))
+    def _options(self, step: Step) -> tuple[ChoiceOptions, bool]:
+        """Return the needs of the choice of a step's tokens, and whether it is made on the device alone."""
+        needs = {self._choices[part.sequence] for part in step.parts}
+        on_device = [options for options in needs if options is not None]
+        return ChoiceOptions(*map(any, zip(GREEDY, *on_device, strict=True))), None not in needs
 
 
 def _accept(drafts: Sequence[int], tokens: Sequence[int]) -> Outcome:
