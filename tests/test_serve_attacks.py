@@ -19,7 +19,8 @@ from cupy_awq.llm import Engine, LanguageModel, load
 from cupy_awq.llm.engine.draft import NgramDraft
 from cupy_awq.serve.constraint import CACHED_CHARACTERS, GRAMMAR_CHARACTERS, Grammars
 from cupy_awq.serve.errors import ApiError
-from cupy_awq.serve.protocol import ChatBody, Limits, decode
+from cupy_awq.serve.limits import Limits
+from cupy_awq.serve.protocol import ChatBody, decode
 from tests import llm_models
 from tests.serving import PATIENCE, Running
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from cupy_awq.llm import Engine, load
-from cupy_awq.serve import event_stream
-from cupy_awq.serve import http as transport
+from cupy_awq.serve.http import until_disconnect
+from cupy_awq.serve.limits import Limits
 from tests import llm_models
 from tests.fake_engine import make_engine
 from tests.serving import Running, leave
@@ -94,17 +94,24 @@ def test_smuggled_and_pipelined_requests_are_requests_of_their_own(server: Runni
         assert read_status(connection) in (400, 415)
 
 
-def test_headers_and_bodies_have_deadlines(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(transport, "BODY_SECONDS", 0.3)
+@pytest.fixture
+def limited(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """Yield a server with the limits of a test."""
+    engine, _ = make_engine(max_rows=8)
+    with Running(engine, limits=Limits(**request.param)) as server, server.survives():
+        yield server
+
+
+@pytest.mark.parametrize("limited", [{"header_seconds": 0.3, "body_seconds": 0.3}], indirect=True)
+def test_headers_and_bodies_have_deadlines(limited: Running) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
     for sent, status in ((b"", None), (head, None), (head + b"Content-Length: 10\r\n\r\n{", 408)):
-        with server.connect() as connection:
+        with limited.connect() as connection:
             connection.sendall(sent)
             began = time.monotonic()
             assert read_status(connection) == status
             assert 0.2 < time.monotonic() - began < SECONDS
-    with server.connect() as connection:  # the second request on one connection
+    with limited.connect() as connection:  # the second request on one connection
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert read_status(connection) == 200
         connection.sendall(b"GET /he")
@@ -114,32 +121,31 @@ def test_headers_and_bodies_have_deadlines(server: Running, monkeypatch: pytest.
         assert time.monotonic() - began < SECONDS
 
 
-@pytest.mark.parametrize(("most", "count"), [(100, 300), pytest.param(1024, 5000, marks=pytest.mark.slow)])
-def test_idle_connections_do_not_keep_others_out(
-    server: Running, most: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server closes those that have waited longest, once more than MAX_WAITING have sent no request."""
-    monkeypatch.setattr(transport, "MAX_WAITING", most)
+@pytest.mark.parametrize(
+    ("limited", "count"),
+    [({"connections": 100}, 300), pytest.param({}, 5000, marks=pytest.mark.slow)],
+    indirect=["limited"],
+)
+def test_idle_connections_do_not_keep_others_out(limited: Running, count: int) -> None:
+    """The server closes those that have waited longest, once more than a limit have sent no request."""
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(server.connect()) for _ in range(count)]
+        idle = [stack.enter_context(limited.connect()) for _ in range(count)]
         idle[0].settimeout(5)
         assert idle[0].recv(1) == b""
-        assert server.chat()[0] == 200
+        assert limited.chat()[0] == 200
         idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert read_status(idle[-1]) == 200
 
 
 @pytest.mark.parametrize("read_bytes", [0, 1])
-def test_a_reader_that_stops_or_takes_a_byte_at_a_time_is_given_up(
-    read_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_stops_or_takes_a_byte_at_a_time_is_given_up(read_bytes: int) -> None:
     """Its request ends long before its tokens, and the connection is reset."""
-    monkeypatch.setattr(event_stream, "SEND_SECONDS", 0.3)
     engine, runner = make_engine(blocks=300, max_rows=8)
     runner.before_step = lambda step: time.sleep(5e-3)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8}
     data = json.dumps(body).encode()
-    with Running(engine) as server, server.survives(), socket.socket() as connection:
+    limits = Limits(send_seconds=0.3)
+    with Running(engine, limits=limits) as server, server.survives(), socket.socket() as connection:
         server.listener.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
@@ -183,7 +189,7 @@ def test_a_client_that_leaves_as_its_reply_ends_cancels_nothing_after_it() -> No
             result.set()
 
         asyncio.get_running_loop().call_later(0.01, end)
-        async with transport.until_disconnect(receive):
+        async with until_disconnect(receive):
             await result.wait()
         await asyncio.sleep(0.01)
         return 1

@@ -17,8 +17,8 @@ import pytest
 
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import Engine, LanguageModel, Request, load
+from cupy_awq.serve.limits import Limits
 from cupy_awq.serve.listener import Listener
-from cupy_awq.serve.protocol import Limits
 from cupy_awq.serve.server import Server
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.serve_command import read_sampling
@@ -123,24 +123,27 @@ def test_the_command_takes_limits_and_ends_with_an_error_after_one_of_the_engine
     for file in folder.iterdir():
         os.link(file, copy / file.name)
     (copy / "generation_config.json").write_text('{"temperature": 0.25}')
-    seen: list[Any] = []
+    seen, protocols = list[Any](), list[Any]()
 
     def run(self: Listener) -> None:
         app: Any = self.config.app
+        protocols.append(self.config.http)
         seen.extend(cell.cell_contents for cell in app.routes[0].endpoint.__closure__)
         self._engine.error = RuntimeError("device")
         self._engine.close()
 
     monkeypatch.setattr(Listener, "run", run)
-    command = ["serve", str(copy), "--device", "cpu", "--limit", "n=3", "--limit", "run_seconds=0.5"]
-    assert main(command) == 1
+    limits = {"n": 3, "run_seconds": 0.5, "queued_per_row": 7, "queued_caches": 1, "connections": 9}
+    options = [part for name, value in limits.items() for part in ("--limit", f"{name}={value}")]
+    assert main(["serve", str(copy), "--device", "cpu", *options]) == 1
     (server,) = (one for one in seen if isinstance(one, Server))
-    assert server._settings.limits == Limits(n=3, run_seconds=0.5)
+    assert server._settings.limits == protocols[0].limits == Limits(**limits)
+    assert server._engine._most_queued == (7 * 64, 32 * server._engine.stats().blocks)
     assert server._settings.sampling == {"temperature": 0.25}
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     words = capsys.readouterr().out.split()
-    assert set(vars(Limits())) <= {word.strip(",;") for word in words}
+    assert {f"{name}={value}" for name, value in vars(Limits()).items()} <= {word.strip(",;") for word in words}
     for wrong in ("n", "n=x", "n=0", "m=1", "n=1.5"):
         assert main(["serve", str(copy), "--device", "cpu", "--limit", wrong]) == 2
         assert "--limit: expected NAME=X with a name of body_bytes" in capsys.readouterr().err

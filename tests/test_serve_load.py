@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cupy_awq.llm import Request
-from cupy_awq.serve.protocol import Limits
+from cupy_awq.serve.limits import Limits
 from tests.fake_engine import make_engine
 from tests.serving import Running, leave
 

@@ -20,9 +20,6 @@ from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.http import until_disconnect
 from cupy_awq.serve.replies import Reply
 
-SEND_SECONDS = 60.0
-"""The time in seconds after which a client that reads nothing is given up."""
-
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -42,6 +39,7 @@ class EventStream:
         generations: its completions, by prompt.
         first: their deltas so far, with the index of the prompt.
         on_end: a function that is called at the end in any case.
+        send_seconds: the time after which a client that reads nothing is given up.
     """
 
     def __init__(
@@ -50,8 +48,10 @@ class EventStream:
         generations: Sequence[Generation],
         first: Sequence[tuple[int, Delta]],
         on_end: Callable[[], None],
+        send_seconds: float,
     ) -> None:
         self._reply, self._generations, self._first, self._on_end = reply, generations, first, on_end
+        self._send_seconds = send_seconds
         self._unfinished = set(range(len(generations)))
         self._transport: Any = None
         self._write: Callable[[bytes], None] = self._keep
@@ -126,7 +126,7 @@ class EventStream:
 
     async def _watch_reader(self) -> None:
         """Reset the connection when events have waited too long: a task per stream is cheaper than one per event."""
-        while time.monotonic() - self._sending_since < SEND_SECONDS:
-            await asyncio.sleep(SEND_SECONDS / 8)
+        while time.monotonic() - self._sending_since < self._send_seconds:
+            await asyncio.sleep(self._send_seconds / 8)
         if self._transport is not None:
             self._transport.abort()  # an end would wait until the client has read what is buffered

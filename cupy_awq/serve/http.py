@@ -15,17 +15,17 @@ from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cupy_awq.serve.errors import ApiError
-
-HEADER_SECONDS, BODY_SECONDS = 10.0, 30.0
-"""The times in seconds in which the headers of a request, and then its body, must arrive."""
-
-MAX_WAITING = 1024
-"""The largest number of connections that wait for headers. Beyond it, the one that has waited longest is closed."""
+from cupy_awq.serve.limits import Limits
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which closes a connection if request headers take longer than `HEADER_SECONDS`."""
+    """uvicorn's HTTP/1.1 protocol, with limits for connections that wait for the headers of a request.
 
+    Attributes:
+        limits: the limits, of which a subclass may have others.
+    """
+
+    limits: ClassVar[Limits] = Limits()
     _deadline: asyncio.TimerHandle | None = None
     _waiting: ClassVar[dict[Protocol, None]] = {}  # in the order in which they began to wait
 
@@ -49,9 +49,9 @@ class Protocol(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            self._deadline = self.loop.call_later(self.limits.header_seconds, self.transport.close)
             self._waiting[self] = None
-            if len(self._waiting) > MAX_WAITING:
+            if len(self._waiting) > self.limits.connections:
                 oldest = next(iter(self._waiting))
                 oldest._stop_waiting()
                 oldest.transport.close()
@@ -63,7 +63,7 @@ class Protocol(H11Protocol):
             self._deadline = None
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limits: Limits) -> bytes:
     """Return the body of a JSON request. Raises ApiError if it has another type, is too large or comes too slowly."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
@@ -74,14 +74,14 @@ async def read_body(request: Request, limit: int) -> bytes:
         size = 0
         async for part in request.stream():
             size += len(part)
-            if size > limit:
-                raise ApiError(413, f"body: expected at most {limit} bytes, got more")
+            if size > limits.body_bytes:
+                raise ApiError(413, f"body: expected at most {limits.body_bytes} bytes, got more")
             parts.append(part)
 
     try:
-        await asyncio.wait_for(read(), BODY_SECONDS)
+        await asyncio.wait_for(read(), limits.body_seconds)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"body: expected it within {BODY_SECONDS:.0f} s, got a part") from None
+        raise ApiError(408, f"body: expected it within {limits.body_seconds:.0f} s, got a part") from None
     return b"".join(parts)
 
 

@@ -32,7 +32,7 @@ class Listener(uvicorn.Server):
                 Server(engine, settings).app,
                 host=host,
                 port=port,
-                http=Protocol,
+                http=type("LimitedProtocol", (Protocol,), {"limits": settings.limits, "_waiting": {}}),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

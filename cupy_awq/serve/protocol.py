@@ -5,46 +5,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from cupy_awq.llm import Sampling
-from cupy_awq.llm.engine.request import MAX_CHOICES
 from cupy_awq.serve.errors import ApiError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest request that a server accepts.
-
-    Attributes:
-        body_bytes: the size of its body.
-        nesting: the levels of nested values in the body.
-        values: the lists, objects and strings in the body; the interpreter does nothing else while they are made.
-        messages, tools: the numbers of them in a chat.
-        prompts: the number of prompts of a completion.
-        stops, stop_characters: the number of stop strings, and the length of each.
-        n: the number of completions per prompt.
-        grammar_characters: the length of a JSON schema, a regular expression or a grammar.
-        queue_seconds, run_seconds: the times in the queue, and from then on.
-    """
-
-    body_bytes: int = 8 << 20
-    nesting: int = 64
-    values: int = 1 << 17
-    messages: int = 2048
-    tools: int = 128
-    prompts: int = 64
-    stops: int = 16
-    stop_characters: int = 256
-    n: int = MAX_CHOICES
-    grammar_characters: int = 1 << 16
-    queue_seconds: float = 120.0
-    run_seconds: float = 3600.0
-
+from cupy_awq.serve.limits import Limits
 
 TEMPLATE_ARGUMENTS = {"enable_thinking": bool, "reasoning_effort": str}
 """The variables of a chat template that a request may set, with their types."""

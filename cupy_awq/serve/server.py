@@ -30,7 +30,7 @@ from cupy_awq.serve.constraint import Grammars
 from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.event_stream import EventStream
 from cupy_awq.serve.http import read_body, until_disconnect
-from cupy_awq.serve.protocol import Limits
+from cupy_awq.serve.limits import Limits
 from cupy_awq.serve.replies import Reply
 from cupy_awq.serve.tools import ToolUse
 
@@ -201,7 +201,7 @@ class Server:
     async def _read(self, request: Request, kind: type[protocol.B]) -> protocol.B:
         """Return the body of a request, which another thread parses if it is large."""
         limits = self._settings.limits
-        data = await read_body(request, limits.body_bytes)
+        data = await read_body(request, limits)
         if len(data) < LARGE_BYTES:
             return protocol.decode(data, kind, limits)
         return await asyncio.get_running_loop().run_in_executor(self._threads, protocol.decode, data, kind, limits)
@@ -279,7 +279,7 @@ class Server:
             _cancel(generations)
 
         if body.stream:
-            return EventStream(reply, generations, found, end)
+            return EventStream(reply, generations, found, end, self._settings.limits.send_seconds)
         end()
         return _json(reply.whole(found, generations))
 

@@ -16,6 +16,7 @@ from typing import Any
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import MAX_SETTINGS_NAMES, read_object
 from cupy_awq.checkpoint.model_path import locate
+from cupy_awq.serve.limits import Limits
 from cupy_awq.tools.llm_commands import MODEL
 
 SAMPLING = ("temperature", "top_k", "top_p")
@@ -70,9 +71,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="NAME=X",
         action="append",
         default=[],
-        help="the largest value of a request: body_bytes, nesting, values, messages, tools, prompts, stops,"
-        " stop_characters, n, grammar_characters, queue_seconds or run_seconds; repeatable (SECURITY.md has the"
-        " defaults). The header X-Request-Timeout lowers the last two",
+        help="a limit of requests or connections, with a name and above 0: "
+        + ", ".join(f"{name}={value}" for name, value in vars(Limits()).items())
+        + "; repeatable. The header X-Request-Timeout lowers queue_seconds and run_seconds",
     )
     parser.add_argument("--batch-invariant", action="store_true", help="texts do not depend on other requests; slower")
     parser.add_argument(
@@ -96,7 +97,6 @@ def tune_interpreter() -> None:
 def _serve(args: argparse.Namespace) -> int:
     try:
         from cupy_awq.serve.listener import Listener
-        from cupy_awq.serve.protocol import Limits
         from cupy_awq.serve.server import LOCAL_HOSTS, Settings
     except ImportError as error:
         raise ValueError(
@@ -118,6 +118,8 @@ def _serve(args: argparse.Namespace) -> int:
         max_rows=args.max_rows,
         cache_tokens=args.cache_tokens,
         inter_token_seconds=args.inter_token_ms / 1e3,
+        queued_per_row=limits.queued_per_row,
+        queued_caches=limits.queued_caches,
         make_draft=NgramDraft if args.speculate else None,
     )
     name = args.name or os.path.basename(os.path.normpath(args.model))
@@ -150,8 +152,6 @@ def read_sampling(path: Path) -> dict[str, Any]:
 
 def _read_limit(text: str) -> tuple[str, Any]:
     """Return the name and the value of a limit in the form NAME=X."""
-    from cupy_awq.serve.protocol import Limits
-
     kinds: dict[str, Any] = {name: type(value) for name, value in vars(Limits()).items()}
     name, _, value = text.partition("=")
     with contextlib.suppress(ValueError):

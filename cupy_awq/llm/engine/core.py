@@ -135,7 +135,7 @@ class Core:
             ends = frozenset() if request.ignore_stop_tokens else stop_ids
             detokenizer = Detokenizer(stream, stops)
             step = detokenizer.step if request.stop else stream.step
-            limit = sequence.limit - len(request.prompt)
+            limit = sequence.limit - len(sequence.request.prompt)
             self._rows[sequence] = _Row(stream, detokenizer, step, ends, limit)
             self._samplers[sequence] = RowSampler(sequence.request, sequence.choice, vocab, stop_ids)
         first = 1 if shares_prompt else len(sequences)

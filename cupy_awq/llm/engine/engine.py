@@ -35,12 +35,6 @@ YIELD_SECONDS = 1e-3
 """The largest time that the thread leaves to event loops after a step, while the next one runs: without the competition
 for the interpreter's lock, they send the new tokens sooner."""
 
-QUEUED_PER_ROW = 4
-"""The largest number of waiting requests, as a multiple of the rows."""
-
-QUEUED_TOKENS = 2
-"""The largest number of waiting tokens, as a multiple of those in the cache."""
-
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -81,6 +75,8 @@ class Engine:
         inter_token_seconds: the bound for the time between two tokens while prompts of others run.
         max_chunk: the largest number of prompt tokens per step; at most and by default that of the back
             end.
+        queued_per_row: the largest number of waiting requests, as a multiple of ``max_rows``.
+        queued_caches: the largest number of waiting tokens, as a multiple of those in the cache.
         make_draft: a function that returns a function of a text that guesses its next tokens, such as
             `draft.NgramDraft`, or None. Drafts change no text with a batch-invariant model.
         make_runner: a function with the arguments of `runner.make_runner`; for tests.
@@ -103,6 +99,8 @@ class Engine:
         cache_tokens: int | None = None,
         inter_token_seconds: float = 0.05,
         max_chunk: int | None = None,
+        queued_per_row: int = 4,
+        queued_caches: int = 2,
         make_draft: Callable[[], Draft] | None = None,
         make_runner: Callable[..., Runner] = make_runner,
     ) -> None:
@@ -117,6 +115,7 @@ class Engine:
         self._core = Core(model, runner, max_rows=max_rows, make_draft=make_draft, **limits)
         self._scheduler = self._core.scheduler
         self.max_tokens = runner.max_tokens
+        self._most_queued = queued_per_row * max_rows, queued_caches * BLOCK * runner.blocks
         self._sequences: dict[Generation, list[Sequence]] = {}
         self._generations: dict[Sequence, Generation] = {}
         self._changed = threading.Condition()
@@ -172,8 +171,8 @@ class Engine:
         with self._changed:
             if self.error is not None or self._is_closing:
                 raise QueueFullError("engine: expected a running engine, got one that is closed")
-            tokens, most = sum(self._queued.values()), QUEUED_TOKENS * BLOCK * self._scheduler.pool.size
-            if len(self._queued) >= QUEUED_PER_ROW * self.max_rows or (tokens and tokens + len(request.prompt) > most):
+            tokens, (most, most_tokens) = sum(self._queued.values()), self._most_queued
+            if len(self._queued) >= most or (tokens and tokens + len(request.prompt) > most_tokens):
                 got = f"{len(self._queued)} of {tokens}"
                 raise QueueFullError(f"queue: expected room for a request of {len(request.prompt)} tokens, got {got}")
             self._queued[generation] = len(request.prompt)
