@@ -103,14 +103,19 @@ def test_each_part_of_a_prompt_is_waited_for(tmp_path: Path, steps: list[Any]) -
 
 @pytest.mark.usefixtures("steps")
 def test_tokens_are_sampled_on_the_device_or_on_the_host_as_on_the_cpu(tmp_path: Path) -> None:
-    """A request samples the same tokens whether the device or, because of an option, the host chooses them."""
+    """A request samples the same tokens whether the device or, because of an option, the host chooses them.
+
+    The bias leaves two tokens, between which the penalties decide.
+    """
     model, _ = load(tmp_path, batch_invariant=True)
-    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95, seed=3)
-    options: dict[str, Any] = {"max_tokens": 3, "ignore_stop_tokens": True, "sampling": sampling}
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=3)
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.75, "logit_bias": {5: 60.0, 9: 60.0, 40: -100.0}}
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_stop_tokens": True, "sampling": sampling, **penalties}
     with Engine(model, max_rows=2, cache_tokens=320, make_runner=DeviceRunner) as engine:
         live = [engine.submit(Request(tuple(IDS[:5]), **options, **more)) for more in ({}, {"logprobs": 2})]
         first, second = (generation.result()[0].tokens for generation in live)
     assert first == second
+    assert set(first) == {5, 9}
 
 
 @pytest.mark.usefixtures("steps")

@@ -161,6 +161,22 @@ def test_a_reader_that_stops_or_takes_a_byte_at_a_time_is_given_up(read_bytes: i
             time.sleep(1e-3)  # an end without a reset would wait for the reader
 
 
+def test_a_client_of_http_1_0_gets_the_same_events(server: Running) -> None:
+    """Its events are not written as chunks of HTTP/1.1, straight to the connection."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 9, "temperature": 0, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    with server.connect() as connection:
+        head = f"POST {COMPLETE} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))
+    *events, end = reply.partition(b"\r\n\r\n")[2].decode().split("\n\n")[:-1]
+    texts = ["".join(event["choices"][0]["text"] for event in found) for found in (
+        [json.loads(event.removeprefix("data: ")) for event in events], [*server.stream(COMPLETE, body)][:-1]
+    )]  # fmt: skip
+    assert end == "data: [DONE]"
+    assert texts[0] == texts[1] != ""
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Running, count: int) -> None:
     generator = random.Random(0)
