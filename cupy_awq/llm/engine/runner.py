@@ -285,6 +285,8 @@ class DeviceRunner:
 
 def _accept(drafts: Sequence[int], tokens: Sequence[int]) -> Outcome:
     """Return the first of the tokens and, as long as it is the next draft, one more; see `_choose`."""
+    if not drafts and tokens[0] >= 0:
+        return Outcome((TokenChoice(tokens[0]),))
     kept: list[TokenChoice] = []
     for token, draft in zip(tokens, (*drafts, -1), strict=True):
         if token < 0:

@@ -254,15 +254,14 @@ class Scheduler:
             self._prompt_times.learn([(part.start, part.size) for part in step.parts], seconds)
         else:
             self._decode_seconds = _mean(self._decode_seconds, seconds)
-        for part, tokens in zip(step.parts, chosen, strict=True):
-            sequence = part.sequence
+        for (sequence, start, size, drafts), tokens in zip(step.parts, chosen, strict=True):
             sequence.tokens += tokens
             # The last token chosen has not run yet; those before it ran as drafts.
-            computed = part.start + part.size + max(len(tokens) - 1, 0)
-            self.pool.mark_computed(sequence.table, sequence.tokens, computed)
-            self._served[sequence.request.key] += part.size + max(len(tokens) - 1, 0)
-            if part.drafts:
-                sequence.learn(max(len(tokens) - 1, 0) / len(part.drafts))
+            size += max(len(tokens) - 1, 0)
+            self.pool.mark_computed(sequence.table, sequence.tokens, start + size)
+            self._served[sequence.request.key] += size
+            if drafts:
+                sequence.learn(max(len(tokens) - 1, 0) / len(drafts))
             if tokens and sequence in self._prefilling:
                 self._begin_decoding(sequence)
 

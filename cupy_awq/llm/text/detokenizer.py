@@ -117,13 +117,14 @@ class DecodeStream:
     def __init__(self, decoder: TokenDecoder, earlier: Sequence[int] = ()) -> None:
         self._decoder = decoder
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_bytewise, self._is_partial = decoder.is_bytewise, False
         self._strip = 0 if earlier else decoder.strip
         self._ids = list(earlier[-CONTEXT:])
         self._emitted = len(self._ids)
 
     def step(self, token: int) -> str:
         """Return the text that the next token adds, which may be empty."""
-        if not self._decoder.is_bytewise:
+        if not self._is_bytewise:
             self._ids.append(token)
             return self._take(is_last=False)
         data = self._decoder.bytes(token)
@@ -132,7 +133,11 @@ class DecodeStream:
                 self._strip = 0
                 break
             data, self._strip = data[1:], self._strip - 1
-        return self._text.decode(data)
+        if data.isascii() and not self._is_partial:
+            return data.decode()
+        text = self._text.decode(data)
+        self._is_partial = bool(self._text.getstate()[0])
+        return text
 
     def _take(self, is_last: bool) -> str:
         """Return what the tokens since the last output add to the text; nothing while they end within a character."""
@@ -145,7 +150,7 @@ class DecodeStream:
 
     def flush(self) -> str:
         """Return the text of an incomplete character. Call this function after the last token."""
-        return self._text.decode(b"", True) if self._decoder.is_bytewise else self._take(is_last=True)
+        return self._text.decode(b"", True) if self._is_bytewise else self._take(is_last=True)
 
 
 class TextStream(Protocol):
