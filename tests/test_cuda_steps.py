@@ -119,6 +119,31 @@ def test_tokens_are_sampled_on_the_device_or_on_the_host_as_on_the_cpu(tmp_path:
 
 
 @pytest.mark.usefixtures("steps")
+def test_a_preempted_sequence_keeps_its_penalties(tmp_path: Path) -> None:
+    model, _ = load(tmp_path, batch_invariant=True)
+    bias = {5: 60.0, 9: 60.0, 12: 59.5}
+    request = Request((1, 2, 3), max_tokens=5, ignore_stop_tokens=True, frequency_penalty=2.0, logit_bias=bias)
+
+    def run(preempts: bool) -> list[int]:
+        core = Core(model, DeviceRunner(model.model, 1, 128, 320), max_rows=1)
+        core.begin([one := Sequence(request, 0, 8, 0.0)])
+        tokens: list[int] = []
+        while one in core:
+            found = core.step()
+            if preempts and tokens:
+                found += core.run(None)  # no step is ahead of one that preempts
+                core.scheduler._preempt(one)
+                preempts = False
+            tokens += [choice.token for _, delta in found for choice in delta.tokens]
+        return tokens
+
+    tokens = run(preempts=True)
+    assert tokens == run(preempts=False)
+    assert set(tokens) <= set(bias)
+    assert len(set(tokens)) > 1
+
+
+@pytest.mark.usefixtures("steps")
 def test_a_sequence_cancelled_while_its_prompt_runs_is_forgotten(tmp_path: Path) -> None:
     model, _ = load(tmp_path)
     runner = DeviceRunner(model.model, 2, 128, 320)
