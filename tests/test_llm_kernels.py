@@ -266,7 +266,7 @@ def chosen_by_kernels(
     here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
     slots = 2 * np.arange(m, dtype=np.int32)[::-1] + 1
     options, newest = np.zeros(2 * m + 1, SLOT_OPTIONS), np.full(2 * m + 1, -7, np.int32)
-    own = adjusted or [None] * m
+    own = adjusted or [Offsets({}, 0, 0)] * m
     options[slots] = np.concatenate([slot_options(*row) for row in zip(given, range(10, 10 + m), own, strict=True)])
     read: dict[str, np.ndarray | None] = {**frozen(logits=logits, slots=slots, options=options), "seen": None}
     offsets = read["offsets"] = None if adjusted is None else nan(2 * m + 1, vocab, dtype=np.float32)
@@ -401,6 +401,6 @@ def test_limits_keep_all_tokens_that_tie_with_the_last_kept_one(backend: str, ar
     for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
         limits, slots = nan(1, dtype=np.float32), np.zeros(1, np.int32)
         read = {"logits": logits, "seen": None, "offsets": None, "slots": slots}
-        read["options"] = slot_options(Sampling(temperature=1.0, **options), 0)
+        read["options"] = slot_options(Sampling(temperature=1.0, **options), 0, Offsets({}, 0, 0))
         runner(backend)(llm.plan_sampling_threshold(facts(arch, backend), 1, 8), {**read, "limits": limits})
         assert limits[0] == wanted

@@ -80,17 +80,17 @@ class ThresholdSearch(MemoryBoundProblem):
         return 4 * self.m * self.vocab
 
 
-def slot_options(sampling: Any, choice: int, offsets: Any = None) -> npt.NDArray[np.void]:
+def slot_options(sampling: Any, choice: int, offsets: Any) -> npt.NDArray[np.void]:
     """Return `SLOT_OPTIONS` [1] of a sequence.
 
     Args:
         sampling: the `cupy_awq.llm.Sampling`.
         choice: the index of the completion.
-        offsets: its `cupy_awq.llm.decoder.sampling.Offsets`, or None.
+        offsets: its `cupy_awq.llm.decoder.sampling.Offsets`.
     """
     log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
     filters = min(sampling.top_k, 2**31 - 1), sampling.temperature, sampling.top_p, log_min_p
-    penalties = (offsets.presence, offsets.frequency, 1) if offsets else (0, 0, 0)
+    penalties = offsets.presence, offsets.frequency, bool(offsets)
     return np.array([(sampling.seed, choice, *filters, sampling.repetition_penalty, *penalties)], SLOT_OPTIONS)
 
 

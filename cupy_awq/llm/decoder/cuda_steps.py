@@ -137,7 +137,7 @@ class CudaSteps(Steps):
         self._rotations = states.make_rotations(layers, count_blocks(positions) * BLOCK, cupy, whole_heads=True)
         self._table = cupy.zeros((1 + rows, count_blocks(positions)), np.int32)
         self._newest = cupy.zeros(1 + rows, np.int32)
-        self._options = cupy.asarray(np.repeat(slot_options(Sampling(), 0), 1 + rows).view(np.uint8))
+        self._options = cupy.asarray(np.repeat(slot_options(Sampling(), 0, Offsets({}, 0, 0)), 1 + rows).view(np.uint8))
         self._seen = cupy.zeros((1 + rows, ops.config.vocab), np.uint8)
         self._offsets = cupy.zeros(self._seen.shape, np.float32)
         most = max(rows, draft_rows)
