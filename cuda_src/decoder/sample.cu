@@ -15,8 +15,8 @@
 //   seen         uint8 [slots, vocab], the sum of 1 for the tokens of the text so far and 2 for those that the sequence
 //                has generated; with PENALTY only. sample_token also sets both for the new token of a slot whose
 //                penalty is not 1 or that has offsets.
-//   offsets      float32 [slots, vocab], valid for slots that have offsets; with PENALTY only. sample_token subtracts the
-//                presence penalty from that of the new token at its first occurrence, and always the frequency penalty.
+//   offsets      float32 [slots, vocab], valid for slots that have offsets; with PENALTY only. sample_token subtracts
+//                from that of the new token the frequency penalty, and the presence penalty at its first occurrence.
 //   limits       float32 [rows]; null if sample_token may sample every token
 //   slots        int32 [rows], the slot of each row: its sequence
 //   options      Options [slots]
