@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,87 @@ def test_invalid_prompts_have_errors_and_others_have_answers(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("data", "message"),
     [
-        (["x"], "line 1: expected an object with a prompt, got AttributeError"),
-        ([{"id": 1}], "line 1: expected an object with a prompt, got KeyError"),
-        ([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], "line 2: expected an id of its own, got 1 again"),
+        (b'"x"\n', "line 1: expected an object with a prompt, got str"),
+        (b'{"id": 1}\n', "line 1: expected an object with a prompt, got one with id"),
+        (b'{"prompt": "a"}\n{"prompt": }\n', "line 2, column 12: expected JSON, got 'Expecting value'"),
+        (b'{"prompt": "\xff"}\n', "line 1: expected JSON in UTF-8, got 'utf-8' codec can't decode byte 0xff"),
+        (b'{"id": NaN, "prompt": "a"}\n', "line 1: expected JSON in UTF-8, got NaN, which JSON does not have"),
+        (b'{"id": [1], "prompt": "a"}\n', "line 1: id: expected a text or an integer, got list"),
+        (b'{"id": true, "prompt": "a"}\n', "line 1: id: expected a text or an integer, got bool"),
+        (
+            b'{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n',
+            "line 2: expected an id of its own, got 1, which line 1 has",
+        ),
+        (
+            b'{"id": 2, "prompt": "a"}\n{"prompt": "b"}\n',
+            "line 2: expected an id of its own, got 2, the number of the line, as it has no id, which line 1 has",
+        ),
     ],
 )
 def test_files_that_are_no_prompts_are_refused(
-    folder: Path, tmp_path: Path, lines: Any, message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, data: bytes, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate(folder, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl") == 2
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(data)
+    target.write_bytes(b'{"id": 1, "te')
+    assert generate(folder, source, target) == 2
     assert message in capsys.readouterr().err
-    (tmp_path / "out.jsonl").write_text("{}\n")
-    assert generate(folder, write(tmp_path / "in.jsonl", [{"prompt": "x"}]), tmp_path / "out.jsonl") == 2
-    assert "expected answers of an earlier run, got KeyError" in capsys.readouterr().err
+    assert target.read_bytes() == b'{"id": 1, "te'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"notes without a line end",
+        b"{}\n",
+        b'{"id": 7, "prompt": "mine"}\n',
+        b'{"id": 7, "prompt": "mine"}',
+        b'{"id": 7, "text": "x"}\n{"id": 8, "name": "mine"}',
+        b'{"id": 7, "text": "x"}\nnotes',
+    ],
+)
+def test_a_file_without_answers_stays_as_it_is(
+    folder: Path, tmp_path: Path, data: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may also be the file of prompts itself."""
+    target = tmp_path / "out.jsonl"
+    target.write_bytes(data)
+    for source in (write(tmp_path / "in.jsonl", [{"prompt": "x"}]), target):
+        assert generate(folder, source, target) == 2
+        assert "of an earlier run, " in capsys.readouterr().err
+        assert target.read_bytes() == data
+
+
+def test_only_a_line_feed_ends_a_line_and_blank_lines_are_no_prompts(folder: Path, tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = json.dumps({"id": text, "prompt": text}, ensure_ascii=False)
+    source.write_bytes(f'\ufeff{line}\r\n\n \t\n{{"prompt": "x"}}'.encode())
+    for _ in range(2):
+        assert generate(folder, source, target) == 0
+        assert [json.loads(line)["id"] for line in target.read_bytes().split(b"\n")[:-1]] == [text, 4]
+
+
+def test_an_id_with_a_lone_surrogate_is_kept(folder: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": "\ud800", "prompt": "x"}, {"id": "\U0001f600", "prompt": "\udc00"}])
+    for _ in range(2):
+        generate(folder, source, tmp_path / "out.jsonl")
+        assert [answer["id"] for answer in read(tmp_path / "out.jsonl")] == ["\ud800", "\U0001f600"]
+
+
+def test_answers_go_to_pipes_and_devices_which_are_not_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, pipe = write(tmp_path / "in.jsonl", [{"prompt": "x"}]), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert generate(folder, source, pipe) == 0
+    assert json.loads(os.read(reader, 4096))["id"] == 1
+    os.close(reader)
+    assert generate(folder, source, Path("/dev/full")) == 2
+    assert "No space left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

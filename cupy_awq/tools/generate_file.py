@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
 import os
 import sys
@@ -17,6 +19,9 @@ from cupy_awq.llm.extra import import_extra
 from cupy_awq.llm.prompt_answerer import PromptAnswerer, answer_all
 from cupy_awq.tools.progress import show_bar
 
+BEGIN = b'{"id": '
+"""How each line of answers begins."""
+
 ACTOR_BATCHES, MAX_BATCH = 4, 128
 """The least batches per actor, so that all actors end at about the same time, and the most prompts per batch."""
 
@@ -24,17 +29,18 @@ ACTOR_BATCHES, MAX_BATCH = 4, 128
 def run(model: LanguageModel, source: Path, target: Path, options: dict[str, Any]) -> int:
     """Answer each prompt of a file once, in its order; return the number of prompts without an answer.
 
-    A line of ``source`` is an object with a "prompt", a text or messages, and an "id" unless the number of the line is
-    enough. A line of ``target`` has the id, "text", "reason" and "tokens" or, for a prompt that is invalid, "error". A
-    prompt whose id ``target`` has already is not answered again.
+    A line of ``source`` is blank or an object with a "prompt", a text or messages, and an "id", a text or an integer,
+    unless the number of the line is enough. A line of ``target`` has the id, "text", "reason" and "tokens" or, for a
+    prompt that is invalid, "error". A prompt whose id ``target`` has already is not answered again.
 
     Args:
         model: the model.
-        source, target: the files, in UTF-8; ``target`` is appended to.
+        source, target: the files, in UTF-8; ``target`` is appended to, and may be a pipe or a device.
         options: "raw" and fields of `cupy_awq.llm.Request`, such as "max_tokens".
 
     Raises:
-        ValueError: a line of ``source`` is no such object, or two have the same id.
+        ValueError: a line of ``source`` is no such object, two have the same id, or ``target`` is a file with other
+            lines; it then stays as it is.
         OSError: a file cannot be read or written.
     """
     prompts = _read_missing(source, target)
@@ -103,7 +109,7 @@ class _LineAnswerer(PromptAnswerer):
 def _write(target: Path, prompts: list[tuple[Any, Any]], answers: Iterable[dict[str, Any]]) -> int:
     """Append an answer per prompt to a file, with a progress bar; return the number of errors."""
     failed = 0
-    with open(target, "a", encoding="utf-8") as out:
+    with open(target, "a", encoding="utf-8", errors="backslashreplace") as out:  # lone surrogates become JSON's escapes
         for count, ((key, _), answer) in enumerate(zip(prompts, answers, strict=True), 1):
             failed += "error" in answer
             out.write(json.dumps({"id": key, **answer}, ensure_ascii=False) + "\n")
@@ -114,37 +120,69 @@ def _write(target: Path, prompts: list[tuple[Any, Any]], answers: Iterable[dict[
 
 
 def _read_missing(source: Path, target: Path) -> list[tuple[Any, Any]]:
-    """Return the id and the prompt of each line of ``source`` whose answer ``target`` lacks."""
-    done = _read_done(target)
-    return [(key, prompt) for key, prompt in _read_prompts(source) if key not in done]
+    """Return the id and the prompt of each line of ``source`` whose answer ``target`` lacks.
+
+    Once both files are known to be valid, a last line of ``target`` that was not written to its end is cut off.
+    """
+    data = target.read_bytes() if target.is_file() else b""  # reading a pipe or a device back could last forever
+    end = data.rfind(b"\n") + 1
+    done = {_read_answer(target, line) for line in _read_lines(target, data[:end])}
+    last = data[end:]
+    if not last.startswith(BEGIN[: len(last)]):
+        raise ValueError(f"{target}: expected answers of an earlier run, got another last line")
+    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        _read_answer(target, (data.count(b"\n") + 1, json.loads(last)))
+    prompts = [(key, prompt) for key, prompt in _read_prompts(source) if key not in done]
+    if last:
+        os.truncate(target, end)
+    return prompts
+
+
+def _read_answer(path: Path, line: tuple[int, Any]) -> Any:
+    """Return the id of an answer of a file. Raises ValueError if a line is none."""
+    number, entry = line
+    if not (isinstance(entry, dict) and type(entry.get("id")) in (str, int) and {"text", "error"} & entry.keys()):
+        expected = "an answer of an earlier run, an object with an id and a text or an error"
+        raise ValueError(f"{path}: line {number}: expected {expected}, got {_describe(entry)}")
+    return entry["id"]
 
 
 def _read_prompts(path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield the id and the prompt of each line of a file of prompts."""
-    seen = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            key, prompt = entry.get("id", number), entry["prompt"]
-            is_new = key not in seen
-            seen.add(key)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            message = f"{path}: line {number}: expected an object with a prompt, got {type(error).__name__}"
-            raise ValueError(message) from None
-        if not is_new:
-            raise ValueError(f"{path}: line {number}: expected an id of its own, got {key!r:.80} again")
-        yield key, prompt
+    seen: dict[Any, int] = {}
+    for number, entry in _read_lines(path, path.read_bytes()):
+        where = f"{path}: line {number}"
+        if not isinstance(entry, dict) or "prompt" not in entry:
+            raise ValueError(f"{where}: expected an object with a prompt, got {_describe(entry)}")
+        key = entry.get("id", number)
+        if type(key) not in (str, int):
+            raise ValueError(f"{where}: id: expected a text or an integer, got {type(key).__name__}")
+        if key in seen:
+            reason = "" if "id" in entry else ", the number of the line, as it has no id"
+            message = f"expected an id of its own, got {key!r:.80}{reason}, which line {seen[key]} has"
+            raise ValueError(f"{where}: {message}")
+        seen[key] = number
+        yield key, entry["prompt"]
 
 
-def _read_done(path: Path) -> set[Any]:
-    """Return the ids that a file of answers has, and cut off a last line that was not written to its end."""
-    if not path.exists():
-        return set()
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    try:
-        return {json.loads(line)["id"] for line in whole.splitlines()}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: expected answers of an earlier run, got {type(error).__name__}") from None
+def _read_lines(path: Path, data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line of JSON that is not blank."""
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}: line {number}, column {error.colno}: expected JSON, got {error.msg!r}"
+                ) from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}: line {number}: expected JSON in UTF-8, got {error}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which JSON does not have")
+
+
+def _describe(entry: Any) -> str:
+    """Return the type of a value or, of an object, its names."""
+    return f"one with {', '.join(entry) or 'nothing'}"[:80] if isinstance(entry, dict) else type(entry).__name__
