@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 
-from cupy_awq.llm import Engine, LanguageModel, load
+from cupy_awq.llm import Engine, LanguageModel, QueueFullError, load
+from cupy_awq.serve.listener import Listener
 from cupy_awq.serve.protocol import ChatBody
 from cupy_awq.serve.reasoning import ReasoningSplitter
+from cupy_awq.serve.server import Settings
+from cupy_awq.tools.command_line import main
 from tests import llm_models
 from tests.serving import Running
 from tests.test_project import ROOT, python
@@ -115,6 +118,12 @@ def test_a_repeated_prompt_has_its_logprobs_in_one_piece_and_in_a_stream(server:
     chunks = [chunk["choices"][0] for chunk in list(server.stream(COMPLETE, body))[:-1]]
     assert "".join(chunk["text"] for chunk in chunks) == found["text"]
     assert [token for chunk in chunks for token in chunk["logprobs"]["tokens"]] == logprobs["tokens"]
+
+
+def test_the_tokens_of_a_character_have_its_offset_in_the_text(server: Running) -> None:
+    text = "aé€😀b"
+    logprobs = server.complete(text, echo=True, logprobs=0, max_tokens=1)[1]["choices"][0]["logprobs"]
+    assert logprobs["text_offset"] == [*(i for i, char in enumerate(text) for _ in char.encode()), len(text)]
 
 
 # Streamed replies
@@ -238,11 +247,14 @@ def test_texts_follow_a_schema_a_regular_expression_and_a_grammar(server: Runnin
         ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
-        ({"regex": "("}, "grammar"),
+        ({"regex": "("}, "regex"),
+        ({"grammar": "start: ("}, "grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
         ({"regex": "a", "grammar": "b"}, "grammar"),
         ({"messages": []}, "messages"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {" 1_0": 1}}, "logit_bias"),
     ],
 )
 def test_invalid_fields_are_named(server: Running, options: Any, param: str) -> None:
@@ -264,7 +276,9 @@ def test_unknown_fields_models_and_paths(server: Running) -> None:
     ):
         assert server.request(method, path)[0] == status
     assert json.loads(server.request("GET", "/v1/models")[2])["data"][0]["id"] == "tiny"
-    assert server.request("DELETE", CHAT)[1]["allow"] == "POST"
+    status, headers, content = server.request("DELETE", CHAT)
+    assert headers["allow"] == "POST"
+    assert json.loads(content)["error"]["message"] == "method: expected POST, got 'DELETE'"
 
 
 def test_the_description_has_all_endpoints_and_fields(server: Running) -> None:
@@ -412,12 +426,38 @@ def test_a_port_for_others_needs_a_key() -> None:
     assert "expected an --api-key for an address other than 127.0.0.1" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("port", "99999"), ("port", "-1"), ("drain-seconds", "-1"), ("drain-seconds", "inf"), ("inter-token-ms", "nan")],
+)
+def test_numbers_out_of_range_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "absent", f"--{option}={value}"]) == 2
+    assert f"cupy_awq: error: argument --{option}: expected" in capsys.readouterr().err
+
+
+def test_the_address_is_reported_once_the_port_is_taken(model: LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cupy_awq")
+    with Running(Engine(model)) as server:
+        assert f"serving tiny at http://127.0.0.1:{server.port}/v1" in caplog.messages
+        caplog.clear()
+        engine = Engine(model)
+        with pytest.raises(OSError, match="in use"):
+            Listener(engine, Settings("tiny"), port=server.port).run()
+        with pytest.raises(QueueFullError):
+            engine.submit("x")
+    assert not caplog.messages
+
+
 @pytest.mark.slow
 def test_smollm2_answers_from_the_command_line() -> None:
     command = [sys.executable, "-m", "cupy_awq", "serve", "smollm2", "--device", "cpu", "--port", "0", "--speculate"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        port = next(m[1] for line in process.stderr if (m := re.search(r"running on http://127\.0\.0\.1:(\d+)", line)))
+        port = next(
+            m[1]
+            for line in process.stderr
+            if (m := re.search(r"serving smollm2 at http://127\.0\.0\.1:(\d+)/v1", line))
+        )
         body = {"model": "smollm2", "temperature": 0, "max_tokens": 20}
         body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
         request = urllib.request.Request(

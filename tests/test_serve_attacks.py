@@ -274,7 +274,7 @@ def test_many_grammars_do_not_fill_the_memory(model: LanguageModel, count: int) 
         grammars.compile("regex", f"a{{{i % 1000}}}b{{{i // 1000}}}")
     assert len(grammars._compiled) == min(count, CACHED_CHARACTERS // GRAMMAR_CHARACTERS)
     for i in range(100):
-        grammars.compile("json", {"const": f"{i:065000}"})
+        grammars.compile("response_format", {"const": f"{i:065000}"})
     assert len(grammars._compiled) == CACHED_CHARACTERS // 65_017
 
 

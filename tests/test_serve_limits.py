@@ -64,7 +64,7 @@ TOOL: Any = {"type": "function", "function": {"name": "f"}}
         ({"stop": ["abc", "b"]}, {"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": "abc"}, {"stop": "abcd"}, "stop"),
         ({"n": 2}, {"n": 3}, "n"),
-        ({"regex": "a{5}"}, {"regex": "aaaaaa"}, "grammar"),
+        ({"regex": "a{5}"}, {"regex": "aaaaaa"}, "regex"),
     ],
 )
 def test_every_limit_is_the_largest_value(small: Running, inside: Any, beyond: Any, param: str | None) -> None:
@@ -155,7 +155,7 @@ def test_signals_end_the_process_soon(folder: Path, number: int, code: int) -> N
     command = [sys.executable, "-m", "cupy_awq", "serve", str(folder), *"--name tiny --device cpu --port 0".split()]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert any(re.search(r"running on http://127\.0\.0\.1:\d+", line) for line in process.stderr)
+        assert any(re.search(r"serving .* at http://127\.0\.0\.1:[1-9]\d*/v1", line) for line in process.stderr)
         process.send_signal(number)
         assert process.wait(60) in (0, code)
         assert "Traceback" not in process.stderr.read()

@@ -211,6 +211,9 @@ def test_special_tokens_in_tools_and_calls_forge_no_turn(server: Running) -> Non
     )
 
 
+BAD_SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -220,6 +223,8 @@ def test_special_tokens_in_tools_and_calls_forge_no_turn(server: Running) -> Non
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {}}, "tool_choice"),
+        ({"tools": BAD_SCHEMA, "tool_choice": "required"}, "tools"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
     ],
 )

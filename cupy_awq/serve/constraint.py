@@ -47,27 +47,29 @@ class Grammars:
         """Return a function that returns a new constraint.
 
         Args:
-            kind: "json" for a JSON schema, "regex" or "grammar".
-            source: the schema as a dict, or the text of the regular expression or Lark grammar.
+            kind: the field of the request: "response_format" with a JSON schema as a dict, "regex" with the text of a
+                regular expression, or "grammar" or "tools" with that of a Lark grammar.
+            source: the schema or the text.
 
         Raises:
             ValueError: the source is too large, or not valid or supported.
         """
         from llguidance import LLMatcher
 
-        text = json.dumps(source) if kind == "json" else source
+        text = json.dumps(source) if kind == "response_format" else source
         if len(text) > self._max_characters:
-            raise ValueError(f"grammar: expected at most {self._max_characters} characters, got {len(text)}")
+            raise ValueError(f"{kind}: expected at most {self._max_characters} characters, got {len(text)}")
         convert: dict[str, Callable[[str], str]] = {
-            "json": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS),
+            "response_format": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS),
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
+            "tools": LLMatcher.grammar_from_lark,
         }
         with self._lock:
             matcher = self._compiled.pop((kind, text), None)
             if matcher is None:
                 matcher = LLMatcher(self._tokenizer, convert[kind](text), log_level=0)
-            _check(matcher)
+            _check(matcher, kind)
             self._compiled[kind, text] = matcher
             while sum(max(GRAMMAR_CHARACTERS, len(text)) for _, text in self._compiled) > CACHED_CHARACTERS:
                 self._compiled.popitem(last=False)
@@ -112,6 +114,6 @@ class _Vocabulary:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
-def _check(matcher: Any) -> None:
+def _check(matcher: Any, name: str = "grammar") -> None:
     if matcher.is_error():
-        raise ValueError(f"grammar: expected one that is valid and supported, got {matcher.get_error():.200}")
+        raise ValueError(f"{name}: expected one that is valid and supported, got {matcher.get_error():.200}")

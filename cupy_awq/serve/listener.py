@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from typing import Any
 
 import uvicorn
@@ -11,6 +13,8 @@ import uvicorn
 from cupy_awq.llm import Engine
 from cupy_awq.serve.http import Protocol
 from cupy_awq.serve.server import Server, Settings
+
+LOG = logging.getLogger(__name__)
 
 
 class Listener(uvicorn.Server):
@@ -26,7 +30,7 @@ class Listener(uvicorn.Server):
     def __init__(
         self, engine: Engine, settings: Settings, *, host: str = "127.0.0.1", port: int = 0, drain_seconds: float = 0.0
     ) -> None:
-        self._engine, self._drain_seconds = engine, drain_seconds
+        self._engine, self._drain_seconds, self._name = engine, drain_seconds, settings.name
         super().__init__(
             uvicorn.Config(
                 Server(engine, settings).app,
@@ -41,6 +45,18 @@ class Listener(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_seconds) + 5,
             )
         )
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen on the address and report it. Raises OSError if that is not possible."""
+        host, family = self.config.host, socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        try:
+            listening = socket.create_server((host, self.config.port), family=family)
+        except OSError:
+            self._engine.close()
+            raise
+        await super().startup([listening])
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        LOG.info("serving %s at http://%s:%d/v1", self._name, shown, listening.getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server shuts down, which it also does after an error of the engine."""

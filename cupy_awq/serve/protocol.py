@@ -212,12 +212,12 @@ class ChatBody(Body, kw_only=True):
         if other is not None:
             raise ApiError(400, "response_format: expected it alone, got a grammar too", param="response_format")
         if kind == "json_object":
-            return "json", {"type": "object"}
+            return "response_format", {"type": "object"}
         schema = (form or {}).get("json_schema")
         if kind != "json_schema" or not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
             message = "response_format: expected text, json_object or json_schema with a schema, got another"
             raise ApiError(400, message, param="response_format")
-        return "json", schema["schema"]
+        return "response_format", schema["schema"]
 
 
 class CompletionBody(Body, kw_only=True):
@@ -302,11 +302,9 @@ def _read_arguments(text: str) -> dict[str, Any]:
 
 
 def _read_bias(item: tuple[str, float]) -> tuple[int, float]:
-    try:
-        return int(item[0]), item[1]
-    except ValueError:
-        message = f"logit_bias: expected token ids, got {item[0]!r:.40}"
-        raise ApiError(400, message, param="logit_bias") from None
+    if not (item[0].isascii() and item[0].isdigit() and len(item[0]) < 20):
+        raise ApiError(400, f"logit_bias: expected token ids, got {item[0]!r:.40}", param="logit_bias")
+    return int(item[0]), item[1]
 
 
 def _refuse(body: Body, *names: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class Reply:
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12)
         self._begun: set[int] = set()
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
         self._splitters: dict[int, ReasoningSplitter] = {}
         self._parsers: dict[int, ToolParser | None] = {}
         self._offsets: dict[int, int] = {}
@@ -155,9 +157,10 @@ class Reply:
             tokens.insert(0, (self.ids[index // self.n][0], None, None))
         texts = [self._text(token) for token, _, _ in tokens]
         offsets = []
-        for text in texts:
+        decoder = self._decoders.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace"))
+        for token, _, _ in tokens:
             offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
+            self._offsets[index] = offsets[-1] + len(decoder.decode(self._bytes(token)))
         return {
             "tokens": texts,
             "token_logprobs": [logprob for _, logprob, _ in tokens],

@@ -181,8 +181,12 @@ class Server:
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
-        reply = _error(ApiError(status, f"path: expected a known one, got {request.url.path!r:.80}"))
-        reply.headers.update(getattr(error, "headers", None) or {})  # "Allow" for the status 405
+        headers = getattr(error, "headers", None) or {}  # "Allow" for the status 405
+        message = f"path: expected a known one, got {request.url.path!r:.80}"
+        if "Allow" in headers:
+            message = f"method: expected {headers['Allow']}, got {request.method!r:.80}"
+        reply = _error(ApiError(status, message))
+        reply.headers.update(headers)
         return reply
 
     async def _fail(self, request: Request, error: Exception) -> Response:

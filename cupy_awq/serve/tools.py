@@ -60,7 +60,7 @@ class ToolUse:
     """
 
     def __init__(self, body: ChatBody, template: str) -> None:
-        choice = body.tool_choice or "auto"
+        choice = "auto" if body.tool_choice is None else body.tool_choice
         tools = [] if choice == "none" else body.tools or []
         self._style = QWEN if QWEN.open in template else LLAMA3
         self._parameters = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in tools}
@@ -94,7 +94,7 @@ class ToolUse:
         schema = json.dumps({"anyOf": calls, "x-guidance": JSON_OPTIONS | {"whitespace_pattern": " ?"}})
         marks = [json.dumps(text) for text in (f"{self._style.open}\n", f"\n{self._style.close}")]
         call = f"{marks[0]} %json {schema} {marks[1]}" if self._style.close else f"%json {schema}"
-        return "grammar", f'start: call{" (NL call)*" if self._may_repeat else ""}\nNL: "\\n"\ncall: {call}\n'
+        return "tools", f'start: call{" (NL call)*" if self._may_repeat else ""}\nNL: "\\n"\ncall: {call}\n'
 
     def parser(self) -> ToolParser | None:
         """Return the parser of a completion, or None if no tool is offered."""

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import gc
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -44,12 +45,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("serve", _serve, "serve a model over HTTP", MORE, examples)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
 
-    def option(name: str, kind: type, default: Any, text: str) -> None:
+    def option(name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(name, metavar="X", type=kind, default=default, help=text + shown)
 
     option("--host", str, "127.0.0.1", "the address to listen on")
-    option("--port", int, 8000, "the port; 0 takes a free one")
+    option("--port", _parse_port, 8000, "the port; 0 takes a free one")
     option("--name", str, None, "the name of the model in requests (default: the last part of MODEL)")
     option("--max-rows", int, 64, "the largest number of completions that run at the same time")
     option(
@@ -58,8 +59,10 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         None,
         "the number of tokens in the KV cache (default: an eighth of the memory; on a GPU what fits)",
     )
-    option("--inter-token-ms", float, 50.0, "the bound for the time between two tokens while prompts of others run")
-    option("--drain-seconds", float, 30.0, "the time that running requests get after SIGTERM")
+    option(
+        "--inter-token-ms", _parse_time, 50.0, "the bound for the time between two tokens while prompts of others run"
+    )
+    option("--drain-seconds", _parse_time, 30.0, "the time that running requests get after SIGTERM")
     parser.add_argument(
         "--api-key", metavar="KEY", action="append", default=[], help="a key that requests must have; repeatable"
     )
@@ -84,6 +87,19 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="draft tokens that followed the same ones before, while few completions run and enough drafts are correct",
     )
     parser.add_argument("--device", metavar="cpu|cuda|cuda:N", help="the device (default: as for generate)")
+
+
+def _parse_port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"expected an integer in 0..65535, got {text!r:.80}")
+    return int(text)
+
+
+def _parse_time(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (time := float(text)) < math.inf:
+            return time
+    raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r:.80}")
 
 
 def tune_interpreter() -> None:
@@ -128,7 +144,6 @@ def _serve(args: argparse.Namespace) -> int:
     address = {"host": args.host, "port": args.port, "drain_seconds": args.drain_seconds}
     listener = Listener(engine, settings, **address)
     tune_interpreter()
-    print(f"serving {name} at http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
     listener.run()
     return 0 if engine.error is None else 1
 
