@@ -99,9 +99,7 @@ def validate_routing(topk_ids: StridedArray, topk_weights: StridedArray, m: int,
 
 def validate_host_ids(topk_ids: Any, experts: int) -> None:
     """Raise ValueError unless all ids of experts, a NumPy array, are in [0, E)."""
-    wrong = topk_ids[(topk_ids < 0) | (topk_ids >= experts)]
-    if wrong.size:
-        raise ValueError(f"topk_ids: expected ids from 0 to {experts - 1}, got {wrong.flat[0]}")
+    _check_range("topk_ids", topk_ids, 0, experts - 1)
 
 
 def validate_layer(gate_up: ExpertsSpec, down: ExpertsSpec) -> int:
@@ -168,6 +166,11 @@ def validate_groups(
                 f"expert_ids: expected an expert for each {size} of {len(ids)} sorted_token_ids, and one "
                 f"num_tokens_post_padded, got {len(experts)} and {len(count)}"
             )
+        if spec.weight.device == HOST:
+            used = int(count[0])
+            _check_range("num_tokens_post_padded", count, 0, len(ids))
+            _check_range("sorted_token_ids", ids[:used], 0, check_scalar.INT32_MAX)
+            _check_range("expert_ids", experts[: -(-used // size)], -1, spec.experts - 1)
         return
     if block_size is not None or top_k != 1:
         raise ValueError("offsets: expected vLLM's arrays with block_size or top_k, got offsets")
@@ -176,6 +179,12 @@ def validate_groups(
         raise ValueError(f"offsets: expected int32 [E + 1] = [{spec.experts + 1}], got {check.describe(offsets)}")
     if spec.weight.device == HOST and (offsets[0] != 0 or offsets[-1] != m or (np.diff(offsets) < 0).any()):
         raise ValueError(f"offsets: expected values that ascend from 0 to M = {m}, got others")
+
+
+def _check_range(name: str, values: Any, least: int, most: int) -> None:
+    wrong = values[(values < least) | (values > most)]
+    if wrong.size:
+        raise ValueError(f"{name}: expected values from {least} to {most}, got {wrong.flat[0]}")
 
 
 class TopK(NamedTuple):

@@ -23,22 +23,27 @@ LEAST_SUM = np.float32(1e-20)
 """The number that is added to a sum of scores before the division by it, so that scores of 0 do not give NaN."""
 
 
+LOWEST = np.finfo(np.float32).min
+"""What a score that is NaN counts as in the choice; the scores of dropped groups are lower."""
+
+
+@np.errstate(over="ignore", invalid="ignore")
 def choose_experts(router_logits: Array, options: TopK, bias: Array | None) -> tuple[Array, Array]:
     """Compute `topk` for validated arguments."""
     logits = router_logits.astype(np.float32)
     logits[np.isnan(logits)] = -np.inf
     if options.scoring == "softmax":
-        finite = np.maximum(logits.max(axis=1, keepdims=True), np.finfo(np.float32).min)
+        finite = np.maximum(logits.max(axis=1, keepdims=True), LOWEST)
         scores = np.exp(logits - finite)
         scores /= scores.sum(axis=1, keepdims=True) + LEAST_SUM
     else:
         scores = np.float32(1) / (np.float32(1) + np.exp(-logits))
-    chosen_by = scores if bias is None else scores + bias
+    chosen_by = np.fmax(scores if bias is None else scores + bias, LOWEST)
     m, experts = scores.shape
     count, kept = options.groups
     if count > 1:
         members = chosen_by.reshape(m, count, experts // count)
-        best = np.sort(members, axis=2)[:, :, -2:].sum(axis=2)
+        best = np.fmax(np.sort(members, axis=2)[:, :, -2:].sum(axis=2), LOWEST)
         dropped = np.argsort(-best, axis=1, kind="stable")[:, kept:]
         members = members.copy()
         np.put_along_axis(members, dropped[:, :, None], -np.inf, axis=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from cupy_awq import MoeLayer, PackedExperts, llm
 from cupy_awq.check import BFLOAT16, FLOAT16, HOST
-from cupy_awq.checkpoint import Module
+from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.kernels import select
 from cupy_awq.llm.decoder import cuda_experts
 from cupy_awq.llm.decoder.build import build_model
@@ -178,3 +179,23 @@ def test_a_model_on_the_gpu_matches_the_cpu(tmp_path: Path, family: str, monkeyp
     assert gpu.generate(PROMPTS, max_tokens=30) == graph
     monkeypatch.setattr(StepGraph, "launch", launch_eagerly)
     assert gpu.generate(PROMPTS, max_tokens=30) == graph
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "mlp.gate"), ("qwen2_moe", "mlp.shared_expert_gate")])
+def test_a_router_with_nan_is_refused(tmp_path: Path, family: str, name: str) -> None:
+    folder = llm_models.folder(tmp_path / "model", llm_models.EXPERT_FAMILIES[family])
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    first, end = json.loads(data[8:start])[f"model.layers.1.{name}.weight"]["data_offsets"]
+    data[start + first : start + end] = b"\xff" * (end - first)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.{name}\.weight: expected finite values"):
+        llm.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("groups", [(3, 1), (4, 5), (8, 4)])
+def test_groups_that_do_not_divide_the_experts_are_refused(groups: tuple[int, int]) -> None:
+    config = {**llm_models.EXPERT_FAMILIES["glm4_moe"], "n_group": groups[0], "topk_group": groups[1]}
+    with pytest.raises(ValueError, match="groups: expected"):
+        llm_models.decoder(**config)

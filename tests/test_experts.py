@@ -115,8 +115,8 @@ def valid() -> dict[str, Any]:
         ("ids", np.zeros((2, 2), np.int64), TypeError, "topk_ids: expected int32"),
         ("ids", np.zeros((3, 2), np.int32), ValueError, "topk_ids: expected int32 [M, top_k] with M = 2"),
         ("ids", np.zeros((2, 0), np.int32), ValueError, "topk_ids: expected"),
-        ("ids", np.full((2, 2), 3, np.int32), ValueError, "topk_ids: expected ids from 0 to 2, got 3"),
-        ("ids", np.full((2, 2), -1, np.int32), ValueError, "topk_ids: expected ids from 0 to 2, got -1"),
+        ("ids", np.full((2, 2), 3, np.int32), ValueError, "topk_ids: expected values from 0 to 2, got 3"),
+        ("ids", np.full((2, 2), -1, np.int32), ValueError, "topk_ids: expected values from 0 to 2, got -1"),
         ("weights", np.ones((2, 3), np.float32), ValueError, "topk_weights: expected"),
         ("weights", np.ones((2, 2), np.float16), TypeError, "topk_weights: expected float32"),
         ("gate_up", None, TypeError, "gate_up: expected a PackedExperts, got NoneType"),
@@ -135,6 +135,36 @@ def test_invalid_arguments_of_moe(name: str, value: Any, error: type[Exception],
     with pytest.raises(error) as found:
         cupy_awq.moe(*arguments.values(), **options)
     assert message in str(found.value)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [None, (2, 1)])
+def test_topk_of_infinities_chooses_as_the_kernels_do_and_does_not_warn(scoring: str, groups: Any) -> None:
+    logits = np.array([[0, 1, np.inf, 2], [-200, -200, -300, -np.inf]], np.float32)
+    ids, weights = cupy_awq.topk(logits, 2, scoring=scoring, groups=groups)
+    # With softmax, the scores of the first row are NaN, so all experts are equal.
+    np.testing.assert_array_equal(ids, [[0, 1] if scoring == "softmax" else [2, 3], [0, 1]])
+    np.testing.assert_array_equal(np.isnan(weights), [[scoring == "softmax"] * 2, [False] * 2])
+
+
+def blocks(ids: list[int], expert: int, count: int) -> tuple[np.ndarray, ...]:
+    return tuple(np.array(values, np.int32) for values in (ids + [1] * (8 - len(ids)), [expert], [count]))
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        (blocks([0], 3, 8), "expert_ids: expected values from -1 to 2, got 3"),
+        (blocks([0], -2, 8), "expert_ids: expected values from -1 to 2, got -2"),
+        (blocks([-1], 0, 8), "sorted_token_ids: expected values from 0 to 2147483647, got -1"),
+        (blocks([0], 0, 16), "num_tokens_post_padded: expected values from 0 to 8, got 16"),
+        (blocks([0], 0, -8), "num_tokens_post_padded: expected values from 0 to 8, got -8"),
+    ],
+)
+def test_arrays_of_vllm_out_of_range_are_refused(routing: Any, message: str) -> None:
+    weight, x = random_experts(np.random.default_rng(0), 3, 64, 16, 32), np.zeros((1, 64), np.float16)
+    with pytest.raises(ValueError, match=message):
+        cupy_awq.gemm_grouped(x, weight, routing, block_size=8)
 
 
 WORDS, SCALES = np.zeros((3, 64, 2), np.int32), np.ones((3, 2, 16), np.float16)

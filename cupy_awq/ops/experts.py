@@ -36,9 +36,11 @@ def topk(
 
         score = softmax(logits) or sigmoid(logits), in float32
         ids = the k experts with the largest score + bias, the largest first; the lowest index among equals
-        weights = score[ids] / sum(score[ids]) * scale
+        weights = score[ids] / (sum(score[ids]) + 1e-20) * scale
 
-    A logit that is NaN counts as -infinity. "top-k, then softmax over the k logits" is the same as the default.
+    A logit that is NaN counts as -infinity; with softmax, one of +infinity makes the weights of its token NaN, and a
+    score + bias that is NaN counts as the lowest in the choice. The sum of the softmax has the addend 1e-20, too, so
+    that scores of 0 do not give NaN. "top-k, then softmax over the k logits" is the same as the default.
 
     Args:
         router_logits: [M, E] float16, bfloat16 or float32 with contiguous rows.
@@ -236,7 +238,8 @@ def gemm_grouped(
         offsets: int32 [E + 1], for rows of x that are sorted by expert: rows offsets[e] to offsets[e + 1] - 1 are those
             of expert e, offsets[0] = 0 and offsets[E] = M. Or vLLM's arrays, int32 each: sorted_token_ids, expert_ids
             and num_tokens_post_padded: block b of ``block_size`` entries of sorted_token_ids holds rows p of y whose
-            expert is expert_ids[b]; entries that are not below M * top_k are padding, at the end of a block.
+            expert is expert_ids[b], or -1 for none; entries that are not below M * top_k are padding, at the end of a
+            block.
         block_size: the number of rows per block of vLLM's arrays, a multiple of 8.
         top_k: number of rows of y per row of x; 1 with offsets.
         activation: None; or one of those of `moe`, for W of gate and up projections, so that y has N / 2 columns.
@@ -251,7 +254,7 @@ def gemm_grouped(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, dtype, shape or device; on the CPU, offsets do not ascend
-            from 0 to M.
+            from 0 to M, or an entry of vLLM's arrays is out of range.
         MemoryError: the memory of the GPU is exhausted.
 
     >>> import numpy as np

@@ -97,19 +97,25 @@ class _FileWeights(LayerWeights):
 
     def experts(self, spec: Experts) -> Projection:
         name, bias = self._layer.name, spec.router.bias
-        router = self._files.read_linear(spec.router.linear, name)
+        router = self._read_router(spec.router.linear)
         correction = None
         if bias is not None:
             correction = self._files.read_tensor(f"{name}.{bias}", (spec.router.linear.n,))
         experts = [(self._read(mlp.gate), self._read(mlp.up), self._read(mlp.down)) for mlp in spec.mlps]
         shared = None if spec.shared is None else experts.pop()
-        shared_gate = None if spec.shared_gate is None else self._files.read_linear(spec.shared_gate, name)
+        shared_gate = None if spec.shared_gate is None else self._read_router(spec.shared_gate)
         parts = [router, *(part for mlp in (*experts, shared or ()) for part in mlp)]
         self.nbytes += sum(part.weight.nbytes for part in parts)
         try:
             return self._ops.make_experts(spec, router, correction, experts, shared, shared_gate)
         except ValueError as error:
             raise ValueError(f"{self._files.path}: {name}: {error}") from None
+
+    def _read_router(self, linear: LinearSpec) -> Module | DenseLinear:
+        part = self._files.read_linear(linear, self._layer.name)
+        if isinstance(part, DenseLinear):  # scales of other layers are checked where they are read
+            self._files.check_finite(part.weight, f"{self._layer.name}.{linear.name}.weight")
+        return part
 
     def order(self, linear: LinearSpec) -> npt.NDArray[np.int32] | None:
         part = self._read(linear)

@@ -104,7 +104,7 @@ class ModelFiles:
         if value.dtype.kind not in "fV":  # NumPy's kinds of floats; bfloat16 has kind V
             raise CheckpointError(f"{self.path}: {name}: expected a float dtype, got {value.dtype}")
         if value.ndim == 1:
-            self._check_finite(value, name)
+            self.check_finite(value, name)
         return value
 
     def read_norm(self, norm: NormSpec, layer: str = "") -> Array:
@@ -131,7 +131,7 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}: expected a weight [K, N] = {[k, n]}, got {list(found)}")
         for part in (stored.weight.scales, stored.weight.qzeros, stored.bias):
             if part is not None and part.dtype != np.int32:
-                self._check_finite(part, name)
+                self.check_finite(part, name)
         self._check_bias(stored.bias, name, linear.bias)
         return stored
 
@@ -165,7 +165,8 @@ class ModelFiles:
         if expected is False and bias is not None and bias.any():
             raise CheckpointError(f"{self.path}: {name}: expected no bias as in the configuration, got one")
 
-    def _check_finite(self, values: Array, name: str) -> None:
+    def check_finite(self, values: Array, name: str) -> None:
+        """Raise CheckpointError if one of the values of a tensor is NaN or infinity."""
         # The maximum of the absolute values is NaN or infinity if any value is.
         with np.errstate(invalid="ignore"):
             largest = float(abs(values).max()) if values.size else 0.0
