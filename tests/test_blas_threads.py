@@ -86,4 +86,4 @@ def test_a_wrong_number_of_threads_is_a_user_error(capsys: pytest.CaptureFixture
     from cupy_awq.tools.command_line import main
 
     assert main(["info", "--threads", "0"]) == 2
-    assert "--threads: expected a positive integer, got '0'" in capsys.readouterr().err
+    assert "--threads: expected a positive integer of at most nine digits, got '0'" in capsys.readouterr().err

@@ -375,7 +375,17 @@ def test_compile_fails_on_local_memory(root: Path, capsys: pytest.CaptureFixture
     )
     kernel = Kernel("scale.cu", "scale", (("INDEX", index),), "80")
     assert compile_all.run([kernel]) == code
-    assert f"1 kernels, {code} with local memory" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert f"1 kernels, {code} with local memory" in output.out
+    assert output.err == "compile: 0 of 1 kernels\ncompile: 1 of 1 kernels\n"
+
+
+def test_compile_reports_progress_in_a_log(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_all, "LOG_SECONDS", 0.0)
+    compile_all.run([KERNEL] * 3)
+    assert capsys.readouterr().err == "".join(f"compile: {i} of 3 kernels\n" for i in range(4))
 
 
 def test_compile_all_refuses_an_invalid_arch() -> None:

@@ -61,6 +61,9 @@ def test_bench_on_the_cpu(capsys: pytest.CaptureFixture[str], op: str, options: 
     [
         (["bench", "64x64", "--experts", "2"], "--op gemm takes no --experts"),
         (["bench", "64x64", "--op", "gemm_grouped", "--top-k", "2"], "--op gemm_grouped takes no --top-k"),
+        (["bench", "64x64", "--kernel", "absent"], "--kernel: expected one that explain lists, got 'absent'"),
+        (["bench", "64x64", "--model", "qwen3-8b"], "bench: expected shapes KxN or a --model, got both"),
+        (["bench", "64x64", "--m", "1000000000"], "expected positive integers of at most nine digits"),
         (["bench", "64x12", "--op", "gemm_grouped"], "a multiple of 8"),
         (["explain", "128x64", "--op", "moe"], "group_size: expected a divisor of K = 64"),
         (["explain", "128x128", "--op", "moe", "--top-k", "9"], "--top-k: expected at most 8"),

@@ -218,6 +218,7 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
         (12, 90, "a launch of gather_columns before the GEMM; "),
         (600, 90, "a launch of gather_columns before the GEMM; gemm_sm90 gathers the columns of x only"),
         (1, 80, "a launch of gather_columns before the GEMM; gemm_sm90 needs sm_90"),
+        (600, 80, "a launch of gather_columns before the GEMM; gemm_sm90 needs sm_90"),
     ],
 )
 def test_explain_of_a_layer_with_an_order_says_who_gathers_x(m: int, arch: int, text: str) -> None:

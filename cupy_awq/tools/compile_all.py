@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -135,6 +136,10 @@ def _common(gpu: device.Device) -> Iterator[Kernel]:
                 yield select.choose(problem, gpu).plan.kernel
 
 
+LOG_SECONDS = 5.0
+"""The least time between two lines of progress in a log."""
+
+
 def run(listed: Sequence[Kernel]) -> int:
     """Compile kernels and print a table of them; return 1 if one uses local memory or has serialized wgmma, else 0.
 
@@ -142,6 +147,8 @@ def run(listed: Sequence[Kernel]) -> int:
     """
     local = serialized = 0
     rows = []
+    shown = time.monotonic()
+    _show_progress(0, len(listed))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for kernel, binary in zip(listed, pool.map(compiler.build, listed), strict=True):
             if binary.path is None:
@@ -163,7 +170,9 @@ def run(listed: Sequence[Kernel]) -> int:
             )
             local += resources.local_bytes > 0
             serialized += resources.serialized
-            _show_progress(len(rows), len(listed))
+            if sys.stderr.isatty() or len(rows) == len(listed) or time.monotonic() - shown >= LOG_SECONDS:
+                shown = time.monotonic()
+                _show_progress(len(rows), len(listed))
     print(render(("kernel", "target", "constants", "registers", "shared bytes", "local bytes", ""), rows, left=3))
     print(
         f"{len(rows)} kernels, {local} with local memory, {serialized} with serialized wgmma; cache: {cache.folder()}"
@@ -172,8 +181,8 @@ def run(listed: Sequence[Kernel]) -> int:
 
 
 def _show_progress(done: int, total: int) -> None:
-    """Print progress to stderr: one line that is updated in a terminal, or a line per 100 kernels in a log."""
+    """Print progress to stderr: one line that is updated in a terminal, or a line of a log."""
     if sys.stderr.isatty():
         print(f"\rcompile: {done} of {total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
-    elif done % 100 == 0 or done == total:
+    else:
         print(f"compile: {done} of {total} kernels", file=sys.stderr, flush=True)

@@ -60,14 +60,14 @@ def _parse_shape(text: str) -> tuple[int, int]:
 def _parse_counts(text: str) -> list[int]:
     counts = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d{0,8}", count) for count in counts):
-        raise argparse.ArgumentTypeError(f"expected positive integers such as 1,16,64, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected positive integers of at most nine digits, as in 1,16, got {text!r}")
     return [int(count) for count in counts]
 
 
 def parse_count(text: str) -> int:
     """Return a positive integer; raise ArgumentTypeError for another text."""
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer of at most nine digits, got {text!r}")
     return int(text)
 
 

@@ -50,9 +50,10 @@ SQUARE_SUM_COLUMNS = 32
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
-    if problem.gathers_x and (problem.m > GATHER_MAX_M or problem.k > GATHER_MAX_K or problem.fusion):
+    reason = fusion_refusal(problem) or fragment_refusal(problem, device, HOPPER)
+    if not reason and problem.gathers_x and (problem.m > GATHER_MAX_M or problem.k > GATHER_MAX_K or problem.fusion):
         return f"gathers the columns of x only for M <= {GATHER_MAX_M} and K <= {GATHER_MAX_K}, without a fusion"
-    return fusion_refusal(problem) or fragment_refusal(problem, device, HOPPER)
+    return reason
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
