@@ -24,7 +24,7 @@ LEAST_SUM = np.float32(1e-20)
 
 
 LOWEST = np.finfo(np.float32).min
-"""What a score that is NaN counts as in the choice; the scores of dropped groups are lower."""
+"""The value of a score that is NaN in the choice; the scores of dropped groups are lower."""
 
 
 @np.errstate(over="ignore", invalid="ignore")

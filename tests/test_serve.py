@@ -18,12 +18,9 @@ from typing import Any
 
 import pytest
 
-from cupy_awq.llm import Engine, LanguageModel, QueueFullError, load
-from cupy_awq.serve.listener import Listener
+from cupy_awq.llm import Engine, LanguageModel, load
 from cupy_awq.serve.protocol import ChatBody
 from cupy_awq.serve.reasoning import ReasoningSplitter
-from cupy_awq.serve.server import Settings
-from cupy_awq.tools.command_line import main
 from tests import llm_models
 from tests.serving import Running
 from tests.test_project import ROOT, python
@@ -424,28 +421,6 @@ def test_a_port_for_others_needs_a_key() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "expected an --api-key for an address other than 127.0.0.1" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("port", "99999"), ("port", "-1"), ("drain-seconds", "-1"), ("drain-seconds", "inf"), ("inter-token-ms", "nan")],
-)
-def test_numbers_out_of_range_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "absent", f"--{option}={value}"]) == 2
-    assert f"cupy_awq: error: argument --{option}: expected" in capsys.readouterr().err
-
-
-def test_the_address_is_reported_once_the_port_is_taken(model: LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "cupy_awq")
-    with Running(Engine(model)) as server:
-        assert f"serving tiny at http://127.0.0.1:{server.port}/v1" in caplog.messages
-        caplog.clear()
-        engine = Engine(model)
-        with pytest.raises(OSError, match="in use"):
-            Listener(engine, Settings("tiny"), port=server.port).run()
-        with pytest.raises(QueueFullError):
-            engine.submit("x")
-    assert not caplog.messages
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm import Engine, LanguageModel, Request, load
+from cupy_awq.llm import Engine, LanguageModel, QueueFullError, Request, load
 from cupy_awq.serve.limits import Limits
 from cupy_awq.serve.listener import Listener
-from cupy_awq.serve.server import Server
+from cupy_awq.serve.server import Server, Settings
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.serve_command import read_sampling
 from tests import llm_models
@@ -159,3 +159,25 @@ def test_signals_end_the_process_soon(folder: Path, number: int, code: int) -> N
         process.send_signal(number)
         assert process.wait(60) in (0, code)
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("port", "99999"), ("port", "-1"), ("drain-seconds", "-1"), ("drain-seconds", "inf"), ("inter-token-ms", "nan")],
+)
+def test_numbers_out_of_range_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "absent", f"--{option}={value}"]) == 2
+    assert f"cupy_awq: error: argument --{option}: expected" in capsys.readouterr().err
+
+
+def test_the_address_is_reported_once_the_port_is_taken(model: LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cupy_awq")
+    with Running(Engine(model)) as server:
+        assert f"serving tiny at http://127.0.0.1:{server.port}/v1" in caplog.messages
+        caplog.clear()
+        engine = Engine(model)
+        with pytest.raises(OSError, match="in use"):
+            Listener(engine, Settings("tiny"), port=server.port).run()
+        with pytest.raises(QueueFullError):
+            engine.submit("x")
+    assert not caplog.messages

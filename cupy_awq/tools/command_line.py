@@ -287,13 +287,10 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cupy_awq.kernels.registry import FAMILIES_OF
     from cupy_awq.tools import bench
 
     if (args.model is None) == (not args.shapes):
         raise ValueError(f"bench: expected shapes KxN or a --model, got {'both' if args.shapes else 'neither'}")
-    if args.kernel and not any(args.kernel in families for families in FAMILIES_OF.values()):
-        raise ValueError(f"--kernel: expected one that explain lists, got {args.kernel!r:.80}")
     if args.model is not None:
         return _bench_model(args)
     op = check_operation(args, "bench")

@@ -73,7 +73,12 @@ def parse_count(text: str) -> int:
 
 def check_operation(args: argparse.Namespace, command: str) -> str:
     """Return the operation that ``--op`` selects; raise ValueError if an option of another operation is given."""
+    from cupy_awq.kernels.registry import FAMILIES_OF
+
     op: str = args.op or "gemm"
+    kernel = getattr(args, "kernel", None)
+    if kernel is not None and not any(kernel in families for families in FAMILIES_OF.values()):
+        raise ValueError(f"--kernel: expected one that explain lists, got {kernel!r:.80}")
     if (command, op) == ("tune", "moe"):
         raise ValueError("tune: expected --op gemm_grouped for the products of experts, got moe")
     others = ["group_size", "dtype"] if op == "conv2d" else ["image", "window"]
