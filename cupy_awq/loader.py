@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from cupy_awq import checkpoint
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Contents, Tensor
+from cupy_awq.checkpoint.files import release_pages
 from cupy_awq.linear import AwqLinear
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
@@ -63,10 +64,13 @@ class Checkpoint(Mapping[str, AwqLinear]):
         with placement.use_device(self._device):
             item = self._contents.convert(name, place, min_bytes=REPACK_BYTES)
             if isinstance(item, Tensor):
-                return place(item.array)
-            weight = item.weight
-            placed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
-            return AwqLinear(placed, bias=place(item.bias), order=place(item.order))
+                placed = place(item.array)
+            else:
+                weight = item.weight
+                packed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
+                placed = AwqLinear(packed, bias=place(item.bias), order=place(item.order))
+        release_pages()
+        return placed
 
     def __contains__(self, name: object) -> bool:
         return name in self._contents

@@ -6,13 +6,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import mmap
 import os
 import re
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +155,27 @@ class HeaderLimits:
             raise CheckpointError(f"{where}: expected headers of at most {MAX_JSON_BYTES} bytes in all files, got more")
         if self.tensors < 0:
             raise CheckpointError(f"{where}: expected at most {MAX_TENSORS} tensors in all files, got more")
+
+
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def map_file(file: BinaryIO) -> mmap.mmap:
+    """Return the memory map of an open file, read-only, whose pages `release_pages` can free."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    _maps.add(mapped)
+    return mapped
+
+
+def release_pages() -> None:
+    """Free the memory that holds pages of mapped files, where the system can; they are read again when needed.
+
+    Call it after a copy of tensors, so that files and copies are not in memory at once. This matters most where a GPU
+    shares memory with the CPU.
+    """
+    for mapped in list(_maps):
+        if hasattr(mapped, "madvise"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def check_file_name(name: object, where: str) -> str:

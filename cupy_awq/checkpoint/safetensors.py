@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from cupy_awq.checkpoint.files import (
     CheckpointError,
     HeaderLimits,
     check_downloaded,
+    map_file,
     parse_object,
 )
 
@@ -85,7 +85,7 @@ def read(path: Path, limits: HeaderLimits | None = None) -> dict[str, npt.NDArra
         limits = limits or HeaderLimits()
         limits.take(str(path), length)
         header = parse_object(file.read(length), f"{path}: header")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = map_file(file)
     header.pop(METADATA, None)
     limits.take(str(path), 0, len(header))
     start = 8 + length

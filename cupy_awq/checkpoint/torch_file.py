@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.checkpoint.files import CheckpointError, check_downloaded
+from cupy_awq.checkpoint.files import CheckpointError, check_downloaded, map_file
 
 MAGIC = b"PK"
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -112,7 +112,7 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
         check_downloaded(begin, str(path))
         if not begin.startswith(MAGIC):
             raise CheckpointError(f"{path}: expected the zip archive of torch.save, got another file")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = map_file(file)
     entries = _list_entries(path, mapped)
     pickles = [name for name in entries if name.endswith("/data.pkl")]
     if len(pickles) != 1:

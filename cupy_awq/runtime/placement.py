@@ -21,6 +21,10 @@ OUT_OF_MEMORY = (
 """The prefixes of the out-of-memory messages of CuPy, the CUDA runtime, the driver and cuBLAS."""
 
 
+STAGED_VALUES = 1 << 23
+"""The number of elements that `copy_to` copies at a time."""
+
+
 def resolve(device: Any = None) -> int:
     """Return the ordinal of the GPU that ``device`` selects, or ``check.HOST`` for the CPU.
 
@@ -111,14 +115,33 @@ def memory_error(index: int, error: object) -> MemoryError:
     return MemoryError(f"GPU {index}: expected enough free memory, got: {error}")
 
 
-def to_device(array: Array, index: int) -> Array:
-    """Return a copy of a NumPy array on GPU ``index``, or the array itself for ``check.HOST``."""
+def to_device(array: Array, index: int, dtype: Any = None) -> Array:
+    """Return a copy of a NumPy array on GPU ``index``, or the array itself for ``check.HOST``.
+
+    A copy has the dtype ``dtype``, or that of the array for None.
+    """
     if index == HOST:
         return array
     import cupy
 
     with use_device(index):
-        return cupy.asarray(array)
+        out = cupy.empty(array.shape, dtype or array.dtype)
+        copy_to(out, array)
+        return out
+
+
+def copy_to(out: Array, array: Array) -> None:
+    """Copy a NumPy array to a contiguous array on the current GPU, converted to its dtype.
+
+    Unlike ``cupy.asarray``, the function takes no page-locked memory of the array's size, which CuPy would keep, and it
+    converts `STAGED_VALUES` elements at a time.
+    """
+    import cupy
+
+    source, target = array.reshape(-1), out.reshape(-1)
+    for i in range(0, source.size, STAGED_VALUES):
+        target[i : i + STAGED_VALUES].set(source[i : i + STAGED_VALUES].astype(out.dtype, copy=False))
+        cupy.cuda.get_current_stream().synchronize()  # a GPU may read memory of the CPU after `set` has returned
 
 
 def check_status(status: Any, function: str, detail: str = "") -> None:

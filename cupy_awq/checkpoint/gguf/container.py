@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.checkpoint.files import CheckpointError, check_downloaded
+from cupy_awq.checkpoint.files import CheckpointError, check_downloaded, map_file
 
 MAGIC = b"GGUF"
 
@@ -289,7 +289,7 @@ def _read_file(path: Path, limits: _Limits) -> tuple[dict[str, Any], dict[str, B
         check_downloaded(begin, str(path))
         if not begin.startswith(MAGIC):
             raise CheckpointError(f"{path}: expected a GGUF file, got another kind")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = map_file(file)
     cursor = _Cursor(memoryview(mapped), path, limits)
     cursor.take(4)
     version, tensor_count, field_count = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")

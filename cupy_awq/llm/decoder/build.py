@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cupy_awq.check import BFLOAT16, FLOAT16, HOST, Array
 from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.checkpoint.files import release_pages
 from cupy_awq.llm.decoder import upload
 from cupy_awq.llm.decoder.backend import DecoderOps
 from cupy_awq.llm.decoder.forward import ColumnOrder, LayerWeights, Norm, Operation, Projection, list_operations
@@ -38,10 +39,12 @@ def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = 
         weights = _FileWeights(files, ops, layer)
         operations += list_operations(layer, i, weights)
         weight_bytes += weights.nbytes
+        release_pages()
     _check_last(files)
     operations.append(Norm(ops.prepare_tensor(files.read_norm(decoder.norm)), decoder.norm.eps))
     head = _read_head(files, ops, table)
     model = Model(ops, ops.make_forward(embedding, operations), ops.make_head(head), weight_bytes + head.weight.nbytes)
+    release_pages()
     if progress is not None:
         progress(len(decoder.layers) + 1, len(decoder.layers) + 1)
     return model
@@ -162,7 +165,8 @@ def _read_head(files: ModelFiles, ops: DecoderOps, table: Array) -> Linear:
     stored = files.tensors.get(f"{head.name}.weight", files.tensors.get(head.name))
     if stored is not None:
         weight = stored()
-        if isinstance(weight, Module) or weight.dtype != table.dtype or not np.array_equal(weight, table):
+        is_same = not isinstance(weight, Module) and (weight.dtype, weight.shape) == (table.dtype, table.shape)
+        if not is_same or not all(map(np.array_equal, weight, table)):  # row by row, to save memory
             raise CheckpointError(
                 f"{files.path}: {head.name}: expected the embedding table, as tie_word_embeddings says, got another"
             )

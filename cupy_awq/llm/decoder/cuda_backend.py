@@ -34,7 +34,7 @@ from cupy_awq.llm.families.description import Decoder
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Module, Linear
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
-from cupy_awq.runtime import device, workspace
+from cupy_awq.runtime import device, placement, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.runtime.launcher import launch
 from cupy_awq.weight import PackedWeight
@@ -128,7 +128,7 @@ class CudaOps(DecoderOps):
 
         if a.ndim == 1:
             return cupy.asarray(a.astype(np.float32))
-        self._host_table, self._table = a, cupy.asarray(a.astype(self.dtype, copy=False))
+        self._host_table, self._table = a, placement.to_device(a, self.device_index, self.dtype)
         return self._table
 
     def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
@@ -364,11 +364,12 @@ class CudaOps(DecoderOps):
         block = part.weight.block_size if isinstance(part, Int8Module) else None
         n, k = part.weight.shape[0], part.weight.shape[-1]
         if isinstance(part, Int8Module):
-            weight = {"codes": cupy.asarray(part.weight.stored), "code_scales": cupy.asarray(part.weight.scale)}
+            arrays = {"codes": part.weight.stored, "code_scales": part.weight.scale}
+            weight = {name: placement.to_device(a, self.device_index) for name, a in arrays.items()}
         elif part.weight is self._host_table:
             weight = {"w": self._table}
         else:
-            weight = {"w": cupy.asarray(part.weight.astype(self.dtype, copy=False))}
+            weight = {"w": placement.to_device(part.weight, self.device_index, self.dtype)}
         bias = None if part.bias is None else cupy.asarray(part.bias.astype(np.float32))
         if k % 8:
             raise ValueError(f"K of a linear layer: expected a multiple of 8 on a GPU, got {k}")

@@ -22,6 +22,7 @@ from cupy_awq.llm.families.description import Experts, LinearSpec, Mlp
 from cupy_awq.llm.files.model_files import DenseLinear, Linear
 from cupy_awq.ops.experts import moe, topk
 from cupy_awq.ops.packed_experts import PackedExperts
+from cupy_awq.runtime import placement
 
 MAX_ROUTED_TOKENS = 4
 """The largest number of tokens whose RMSNorm and router one kernel computes."""
@@ -170,8 +171,11 @@ def stack_experts(experts: Sequence[Sequence[tuple[LinearSpec, Linear]]]) -> Pac
     def stack(name: str) -> Any:
         if getattr(first.weight, name) is None:
             return None
-        rows = [np.concatenate([getattr(part.weight, name) for part in parts], axis=-1) for parts in modules]
-        return cupy.asarray(np.stack(rows))
+        width = sum(getattr(part.weight, name).shape[1] for part in modules[0])
+        out = cupy.empty((len(modules), len(getattr(first.weight, name)), width), getattr(first.weight, name).dtype)
+        for row, parts in zip(out, modules, strict=True):
+            placement.copy_to(row, np.concatenate([getattr(part.weight, name) for part in parts], axis=1))
+        return out
 
     bias = None
     if any(part.bias is not None for parts in modules for part in parts):

@@ -187,7 +187,8 @@ class NumpyOps(DecoderOps):
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return a projection for all parts that keeps their concatenated weights as one float32 matrix."""
-        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # also concatenates CuPy arrays
+        weights = [_float32_weight(part) for part in parts]
+        weight = np.concatenate(weights, axis=1) if len(weights) > 1 else weights[0]  # also concatenates CuPy arrays
         sizes = [_out_features(part) for part in parts]
         xp = self.xp
         biases = [

@@ -13,6 +13,7 @@ from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm.files.model_files import DenseLinear, Int8Module
 from cupy_awq.packing import namespace, pack_int4, unpack_int4
+from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
 
@@ -46,13 +47,13 @@ def take_module_columns(part: Module, order: Array | None) -> Module:
 
 def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
     """Return a quantized layer with its arrays on the GPU and its columns permuted by ``column_order``."""
-    import cupy
+    index = placement.resolve()
 
     def place(a: Array | None) -> Array | None:
-        return None if a is None else cupy.asarray(a)
+        return None if a is None else placement.to_device(a, index)
 
     weight = part.weight
-    placed = PackedWeight(cupy.asarray(weight.qweight), cupy.asarray(weight.scales), place(weight.qzeros))
+    placed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
     return take_module_columns(Module(placed, place(part.bias), place(part.order)), place(column_order))
 
 

@@ -8,7 +8,6 @@ theta and RMSNorm's epsilon are not stored; Qwen3's values apply. The tokenizer 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import numpy as np
 
 from cupy_awq import atomic
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, ModuleSpec, Tensor
+from cupy_awq.checkpoint.files import map_file
 from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm import families
 from cupy_awq.llm.families.description import Decoder, LayerSpec, LinearSpec, NormSpec
@@ -110,7 +110,7 @@ def read(path: Path) -> ModelFiles:
         if size < HEADER_BYTES:
             raise CheckpointError(f"{path}: expected a header of {HEADER_BYTES} bytes, got a file of {size}")
         decoder, group_size = _header(file.read(HEADER.size), path)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = map_file(file)
     tensors: dict[str, Callable[[], Module | Array]] = {}
     offset = HEADER_BYTES
 
