@@ -51,10 +51,11 @@ class AwqLinear(GemmLayer):
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
             the activations None, "relu", "relu6" and (low, high), and no residual. With "auto", a call quantizes x to
             int8 if the cost models expect this to be faster than multiplying x as it is, and if ``residual`` and
-            ``dtype`` are None; the layer stores the layouts of both ways.
+            ``dtype`` are None. Except on sm_90, kernels multiply 16-bit x and int8 x by one repacked weight, if groups
+            have a multiple of 128 rows, or all; else the layer stores the layouts of both ways.
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and, from sm_80 on, bfloat16, and cannot be copied, pickled or concatenated. A
-            layer without a repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
+            layer that also needs another layout than the repacked one, as with "fp8", always keeps its AWQ tensors.
         batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
             also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
             group size, the dtypes and the GPU. From sm_75 on, a GEMM of any M may then round each dequantized weight
@@ -75,7 +76,7 @@ class AwqLinear(GemmLayer):
     array([6., 5.], dtype=float16)
     """
 
-    __slots__ = ("_prefers_int8", "_quantized", "_splits", "_weight", "_x_dtype")
+    __slots__ = ("_float32_weight", "_prefers_int8", "_quantized", "_splits", "_weight", "_x_dtype")
 
     def __init__(
         self,
@@ -106,23 +107,37 @@ class AwqLinear(GemmLayer):
         self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
         if x_dtype is not None and batch_invariant:
             raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
-        self._quantized: BlockQuantizedWeight | None = None
-        if x_dtype is not None:
-            from cupy_awq.ops.quantized_linear import convert_weight
+        self._quantized: BlockQuantizedWeight | RepackedWeight | None = None
+        self._float32_weight: BlockQuantizedWeight | None = None
+        is_shared = False
+        if x_dtype in ("int8", "auto"):
+            from cupy_awq.ops.repacked_linear import multiplies_repacked
 
-            self._quantized = convert_weight(weight, activation, x_dtype)
-        self._operand = repack(weight) if x_dtype in (None, "auto") else weight
-        if self._quantized is not None and x_dtype == "auto":
-            from cupy_awq.ops.quantized_linear import int8_preference
-
-            self._prefers_int8 = int8_preference(self._operand, self._quantized, bias, activation)
+            is_shared = multiplies_repacked(spec)
+        self._operand = repack(weight) if is_shared or x_dtype in (None, "auto") else weight
         # Kernels for the fragment layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
-        if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
+        may_free = (x_dtype is None or is_shared) and has_whole_tiles
+        if frees_weight and may_free and isinstance(self._operand, RepackedWeight):
             self._weight = self._operand = self._operand.without_original()
+        if x_dtype is not None:
+            self._quantize(is_shared)
         self._prepare()
+
+    def _quantize(self, is_shared: bool) -> None:
+        """Prepare the weight for x that is quantized; with ``is_shared``, this is the repacked weight."""
+        from cupy_awq.ops import quantized_linear
+
+        if is_shared and isinstance(self._operand, RepackedWeight):
+            quantized_linear.check_activation(self._activation)
+            self._quantized = self._operand
+        else:
+            self._quantized = quantized_linear.convert_weight(self._weight, self._activation, str(self._x_dtype))
+        if self._x_dtype == "auto":
+            arguments = self._operand, self._quantized, self._bias, self._activation
+            self._prefers_int8 = quantized_linear.int8_preference(*arguments)
 
     @classmethod
     def concatenate(
@@ -243,17 +258,15 @@ class AwqLinear(GemmLayer):
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        weight = self._quantized
         is_plain = residual is None and dtype is None
-        if weight is not None and (self._x_dtype != "auto" or (is_plain and self._prefers_int8(x))):
-            return self._multiply_quantized(weight, x, out, residual, dtype)
+        if self._x_dtype is not None and (self._x_dtype != "auto" or (is_plain and self._prefers_int8(x))):
+            return self._multiply_quantized(x, out, residual, dtype)
         return super().__call__(x, out=out, residual=residual, dtype=dtype)
 
-    def _multiply_quantized(
-        self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
-    ) -> Array:
-        """Quantize x to ``x_dtype``, multiply it by ``weight``, and return y (``out``, unless ``out`` is None)."""
-        from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
+    def _multiply_quantized(self, x: Array, out: Array | None, residual: Array | None, dtype: Any) -> Array:
+        """Quantize x to ``x_dtype``, multiply it by the weight, and return y (``out``, unless ``out`` is None)."""
+        from cupy_awq.ops.quantized_linear import convert_weight, linear_fp8, linear_int8
+        from cupy_awq.ops.repacked_linear import linear_repacked_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
             if value is not None:
@@ -271,8 +284,16 @@ class AwqLinear(GemmLayer):
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
-        linear = linear_fp8 if self._x_dtype == "fp8" else linear_int8
-        y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
+        weight, options = self._quantized, {"bias": self._bias, "activation": self._activation, "out": target}
+        if isinstance(weight, RepackedWeight) and x.dtype == np.float32:  # not multiplied by the repacked weight
+            if self._float32_weight is None:
+                self._float32_weight = convert_weight(self.weight, self._activation, "int8")
+            weight = self._float32_weight
+        if isinstance(weight, RepackedWeight):
+            y = linear_repacked_int8(rows, weight, **options)
+        else:
+            y = (linear_fp8 if self._x_dtype == "fp8" else linear_int8)(rows, weight, **options)
+        y = y.reshape(shape)
         return out if in_place else arrays.deliver(y, out)
 
     def plan(

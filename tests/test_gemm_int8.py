@@ -21,6 +21,7 @@ from cupy_awq.kernels.int8 import gemm_int8_sm90
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.int8.gemm_int8_simt import GEMM_INT8_SIMT, GemmInt8SimtConfig
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemm_w4a8_mma import FRAGMENT_ORDER
 from cupy_awq.kernels.int8.gemv_int8 import GEMV_INT8, GemvInt8Config
 from cupy_awq.kernels.int8.problem import Int8Problem, layout_refusal
 from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS, RowQuantization
@@ -56,19 +57,34 @@ def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, 
     x[-1, ::block] = 127
     x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
     x = strided(x, data.draw(st.sampled_from([0, 8])))
-    check_quantize_rows(backend, arch, x, block, dtype, symmetric, half_even, wide)
+    fragments = wide and symmetric and block % 16 == k % 16 == 0
+    check_quantize_rows(backend, arch, x, block, dtype, symmetric, half_even, wide, fragments)
 
 
 def check_quantize_rows(
-    backend: str, arch: int, x: Any, block: int, dtype: str, symmetric: bool, half_even: bool, wide: bool
+    backend: str,
+    arch: int,
+    x: Any,
+    block: int,
+    dtype: str,
+    symmetric: bool,
+    half_even: bool,
+    wide: bool,
+    fragments: bool = False,
 ) -> tuple[Any, ...]:
-    """Compare the kernel with the reference bit by bit, and return the reference's results."""
+    """Compare the kernel with the reference bit by bit, and return the reference's results.
+
+    With ``fragments``, the codes of each 16 columns must have the order of `FRAGMENT_ORDER`.
+    """
     m, k = x.shape
     x.flags.writeable = False
     wanted = block_reference.quantize(x, block, symmetric, "half_even" if half_even else "half_away")
+    if fragments:
+        codes = wanted[0].reshape(m, -1, 16)[..., FRAGMENT_ORDER].reshape(m, k)
+        wanted = codes, *wanted[1:]
     out = [None if a is None else np.full(a.shape, 77, a.dtype) for a in wanted]
     stride = x.strides[0] // x.itemsize
-    problem = RowQuantization(m, k, block, dtype, symmetric, half_even, wide, stride)
+    problem = RowQuantization(m, k, block, dtype, symmetric, half_even, wide, stride, fragments)
     names = ("codes", "scale", "offset", "sums")
     gpu = facts(arch, backend)
     plan = QUANTIZE_ROWS.plan(QUANTIZE_ROWS.configs(problem, gpu)[0], problem, gpu)

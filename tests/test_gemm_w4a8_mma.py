@@ -5,16 +5,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from cupy_awq import from_packed, linear_int8
 from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.int8.gemm_w4a8_mma import GEMM_W4A8_MMA, GemmW4A8MmaConfig
 from cupy_awq.kernels.int8.problem import Int8Problem
-from tests.backends import GPU, LANDINGS, sample
+from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS
+from cupy_awq.ops.repacked_linear import make_problems
+from cupy_awq.tools import testing
+from tests.backends import GPU, LANDINGS, runner, sample
 from tests.simt.kernels import patched
 from tests.simt.seeds import OUTSIDE, RACE, VALUES, caught_by
 from tests.test_gemm_int8 import check_product
-from tests.test_kernels import facts
+from tests.test_kernels import facts, repack
+
+NO_REDUCTION = {"partials": None, "counters": None}
 
 # A case has m, n, k, the weight's block size, dtype, scale dtype, bias, zero points; then the configuration: block_m,
 # warps_n, stages, ctas, stream_k_units, stream_k_ctas.
@@ -81,6 +89,27 @@ def test_every_tile(backend: str, arch: int, m: int) -> None:
         check_product(backend, problem, GEMM_W4A8_MMA, config, gpu, 128, seed=m)
 
 
+@pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
+@pytest.mark.parametrize("arch", [75, 80])
+@pytest.mark.parametrize(("zeros", "k", "group_size"), [("packed", 384, 128), ("symmetric", 320, 320)])
+def test_the_repacked_weight_is_multiplied(backend: str, arch: int, zeros: str, k: int, group_size: int) -> None:
+    """Kernels with 16-bit x read the same weight; the codes of x are written in the order of its words."""
+    rng, run, gpu = np.random.default_rng(k), runner(backend), facts(arch, backend)
+    weight = testing.random_weight(rng, k, 72, group_size, zeros=zeros)
+    x, y = testing.random_activations(rng, 20, k), np.full((20, 72), np.nan, np.float16)
+    repacked = repack(run, Problem(20, 72, k, group_size, zeros=zeros), weight, gpu)
+    quantization, product = make_problems(weight.spec, 20, "float16")
+    codes, shape = np.zeros((20, k), np.int8), (20, k // group_size)
+    scale, sums = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    plan = QUANTIZE_ROWS.plan(QUANTIZE_ROWS.configs(quantization, gpu)[0], quantization, gpu)
+    run(plan, {"x": x, "codes": codes, "scale": scale, "offset": None, "sums": sums})
+    config = GemmW4A8MmaConfig(24, 4, 1, arch >= 80, 2)
+    plan = GEMM_W4A8_MMA.plan(config, product, gpu)
+    run(plan, {"xq": codes, "x_scale": scale, "weight": repacked, "bias": None, "y": y} | NO_REDUCTION)
+    expected = linear_int8(x.astype(np.float32), from_packed(weight))
+    np.testing.assert_allclose(y.astype(np.float32), expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -106,7 +135,7 @@ def test_many_rows_take_it(arch: int) -> None:
         assert select.choose(problem, facts(arch, "latest")).family is GEMM_W4A8_MMA
 
 
-KERNEL, HEADER, COLUMNS = "int8/gemm_w4a8_mma.cu", "int8/gemm_w4a8_mma.cuh", "int8/w4a8_columns.cuh"
+KERNEL, HEADER = "int8/gemm_w4a8_mma.cu", "int8/gemm_w4a8_mma.cuh"
 SEEDS = {
     "a stage is refilled while a warp still reads it": (HEADER, "    __syncthreads();\n", "", RACE),
     "a stage is read before its copies have landed": (
@@ -119,10 +148,12 @@ SEEDS = {
     "rows past the last one are read": (HEADER, "min(row, last_row_)", "row", OUTSIDE),
     "scales past the last row are read": (HEADER, "min(thread, last_row_)", "thread", OUTSIDE),
     "columns past the last weight tile are read": (
-        HEADER, "min((tile.n_block * C::kBlockN + warp * 32) / 64, ceil_div(n, 64) - 1)",
-        "(tile.n_block * C::kBlockN + warp * 32) / 64", OUTSIDE,
+        HEADER, "tile.n_block * C::kWarpsN, k_tile, n, k)", "tile.n_block * C::kWarpsN, k_tile, 1 << 20, k)", OUTSIDE,
     ),
-    "a warp copies the codes of its neighbour": (HEADER, "warp % 2 * 1024;", "0;", VALUES),
+    "a warp copies the codes of its neighbour": (HEADER, ".tile(warp, 0)", ".tile(warp ^ 1, 0)", VALUES),
+    "the zero points of the last columns are not copied": (
+        HEADER, "C::kHalfGroupBytes / 8) continue", "C::kHalfGroupBytes / 8 - 1) continue", VALUES,
+    ),
     "a chunk with a row of x is not scaled": (
         HEADER, "rows <= first_tile(CHUNK - 1)", "rows <= first_tile(CHUNK)", VALUES,
     ),
@@ -137,9 +168,8 @@ SEEDS = {
     "the scale of the next block is late by a k tile": (
         HEADER, "if (--block_left_ == 0)", "if (--block_left_ < 0)", VALUES,
     ),
-    "zero points of the other column": (COLUMNS, "biases[i % 2]", "biases[i / 2]", VALUES),
-    "the high nibbles of the other column": (COLUMNS, "words[i % 2] >> (i / 2 * 4)", "words[i / 2] >> (i % 2 * 4)",
-                                             VALUES),
+    "zero points of the other column": (HEADER, "biases[i % 2]", "biases[i / 2]", VALUES),
+    "codes of the other half of k": (HEADER, "words[i / 2] >> (i % 2 * 4)", "words[i % 2] >> (i / 2 * 4)", VALUES),
     "partial sums are added before they are written": (
         KERNEL, "      wait_for_partials(counter, scheduler.cluster_idx - scheduler.first_sharer());\n", "",
         RACE,

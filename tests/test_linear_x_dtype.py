@@ -96,7 +96,7 @@ def test_cost_models_are_compared_once_per_m_and_dtype(monkeypatch: pytest.Monke
     weight = random_weight(np.random.default_rng(0), 128, 64, 128)
     estimated = []
 
-    def modelled_us(problem: Any, gpu: Any) -> float:
+    def modelled_us(problem: Any, gpu: Any, kernel: str | None = None) -> float:
         estimated.append((type(problem).__name__, problem.m, problem.dtype))
         return 1.0
 

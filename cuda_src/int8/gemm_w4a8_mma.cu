@@ -5,9 +5,10 @@
 //
 // A k tile is 128 k.
 //
-//   weight      the weight tiles of gemm_w4a8_sm90.cu: the fragments of m64n8k32 of wgmma are those of four m16n8k32
+//   weight      the repacked layout of repacked_layout.cuh, with one group per weight tile; SCALE may be float32. A
+//               word has two registers of operand A, since the order of k within 16 is free
 //   x_scale     float32 [m, ceil(k / block_size)], sX
-//   xq          int8 [m, k]
+//   xq          int8 [m, k], with each 16 k in the order of the weight's words (FRAGMENTS of quantize_rows.cu)
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy values
 //   partials    float32 [CTA][BLOCK_M][columns of a CTA tile], the sums of units that CTAs share
@@ -30,6 +31,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
                 FusionOptions<false, false, false> {
   using T = Y;  // type of y
   using Scale = SCALE;
+  static constexpr Zeros kZeros = Zeros::ZEROS;
   using Copies = Select<ASYNC, CopyAsync, CopyDirect>;
   static constexpr bool kAligned = ALIGNED;
   static constexpr int kBlockM = BLOCK_M;

@@ -6,7 +6,6 @@
 #include "gemm/gemm_mma_fragments_epilogue.cuh"
 #include "gemm/gemm_mma_fragments_mainloop.cuh"
 #include "int8/gemm_int8.cuh"
-#include "int8/w4a8_columns.cuh"
 
 // The constants that follow from those of the host. Host is the Config of gemm_w4a8_mma.cu.
 template <class Host> struct GemmW4A8Mma : Host {
@@ -24,17 +23,17 @@ template <class Host> struct GemmW4A8Mma : Host {
   static constexpr int kSlices = 1, kWarpColumns = 1;
 
   static_assert(Host::kBlockM % 8 == 0, "ldmatrix loads eight rows of x at a time");
-  static_assert(Host::kWarpsN % 2 == 0, "two warps share a weight tile of 64 columns");
 
   // A stage holds
   //   x        [row][128], swizzled (hopper/swizzle.cuh)
-  //   weight   [warp]: codes [2 k64][2 n16 tiles][lane][16 bytes], scales and zero points [2 n16 tiles][8][2]
+  //   weight   [warp]: a weight tile of repacked_layout.cuh
   //   sX       float32 [row]
   // After the main loop, the accumulators of kPassRows rows overwrite the stages. The padding avoids bank conflicts.
-  static constexpr int kColumnScaleBytes = 32 * sizeof(typename Host::Scale);
-  static constexpr int kWarpBytes = 2048 + kColumnScaleBytes + 32;
+  static constexpr int kHalfScaleBytes = 16 * sizeof(typename Host::Scale);  // those of 16 columns
+  static constexpr int kHalfGroupBytes = kHalfScaleBytes + (Host::kZeros == Zeros::kPacked ? 16 : 0);
+  static constexpr int kWeightTileBytes = kCodeBytes + 2 * kHalfGroupBytes;
   static constexpr int kXBytes = Host::kBlockM * kBlockK;
-  static constexpr int kXScale = kXBytes + Host::kWarpsN * kWarpBytes;  // offset of sX
+  static constexpr int kXScale = kXBytes + Host::kWarpsN * kWeightTileBytes;  // offset of sX
   static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * 4, 128) * 128;
   static constexpr int kPitch = kBlockN + 4;
 
@@ -58,15 +57,8 @@ template <class C> class StageCopies {
       : thread_(thread), ring_(ring), k_(k), k_left_(k - k_tile * C::kBlockK - thread % 8 * 16) {
     const int lane = thread % 32;
     const int warp = uniform(thread / 32);
-    // Past n, the last weight tile is copied again; the results are not stored.
-    const int column_tile = min((tile.n_block * C::kBlockN + warp * 32) / 64, ceil_div(n, 64) - 1);
-    weight_ = weight + (static_cast<int64_t>(column_tile) * ceil_div(k, C::kBlockK) + k_tile) * kWeightTileBytes +
-              warp % 2 * 1024;
-    constexpr int kScaleLanes = C::kColumnScaleBytes / 16;
-    columns_ = kCodeBytes - warp % 2 * 1024 +
-               (lane < kScaleLanes ? warp % 2 * C::kColumnScaleBytes + lane * 16
-                                   : kScaleBytes + warp % 2 * 32 + (lane - kScaleLanes) * 16);
-    weight_target_ = C::kXBytes + warp * C::kWarpBytes + lane * 16;
+    weight_ = TileColumns<C>(weight, tile.n_block * C::kWarpsN, k_tile, n, k).tile(warp, 0);
+    weight_target_ = C::kXBytes + warp * C::kWeightTileBytes + lane * 16;
 
     // Rows past m are copies of the last row; the resulting rows of y are not stored.
     const int row_begin = tile.m_block * C::kBlockM;
@@ -96,12 +88,9 @@ template <class C> class StageCopies {
                       x_ + static_cast<uint32_t>(min(row, last_row_) * k_ + thread % 8 * 16), k_left_ > 0);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      copies.start_16(stage + weight_target_ + i * 512,
-                      weight_ + thread % 32 * 16 + i / 2 * (kCodeBytes / 2) + i % 2 * 512, true);
-    }
-    if (thread % 32 < (C::kColumnScaleBytes + 32) / 16) {
-      copies.start_16(stage + weight_target_ + 2048, weight_ + columns_, true);
+    for (int i = 0; i < C::kWeightTileBytes; i += 512) {
+      if (i == kCodeBytes && thread % 32 >= C::kHalfGroupBytes / 8) continue;
+      copies.start_16(stage + weight_target_ + i, weight_ + thread % 32 * 16 + i, true);
     }
     if (C::kThreads == C::kBlockM || thread < C::kBlockM) {
       copies.start_4(stage + C::kXScale + thread * 4, x_scale_, true);
@@ -112,15 +101,12 @@ template <class C> class StageCopies {
     }
     x_ += C::kBlockK;
     k_left_ -= C::kBlockK;
-    weight_ += kWeightTileBytes;
+    weight_ += C::kWeightTileBytes;
   }
 
  private:
   static constexpr int kPassRows = C::kThreads / 8;
   static constexpr int kXPasses = ceil_div(C::kBlockM, kPassRows);
-  static constexpr int kCodeBytes = 64 * C::kBlockK / 2;
-  static constexpr int kScaleBytes = 2 * C::kColumnScaleBytes;
-  static constexpr int kWeightTileBytes = kCodeBytes + kScaleBytes + 64;
   static_assert(C::kThreads >= C::kBlockM, "a thread copies sX of one row");
 
   int thread_;
@@ -128,11 +114,47 @@ template <class C> class StageCopies {
   int k_, last_row_;
   int k_left_;  // number of k from this thread's first one to the end of K
   const uint8_t* weight_;
-  uint32_t columns_, weight_target_;
+  uint32_t weight_target_;
   const int8_t* x_;
   uint32_t x_target_;
   const float* x_scale_;
   int block_k_tiles_, block_left_;
+};
+
+// The weights of two columns of a lane, g and g + 8, as operand A: q - z.
+template <class C> struct WeightColumns {
+  float scales[2];
+  uint32_t biases[2];  // 128 - z in each byte, which is added to codes
+
+  // Loads the scales and the zero points of the 16 columns at the shared address `group`.
+  __device__ __forceinline__ void load_shared(uint32_t group) {
+    const int g = threadIdx.x % 32 / 4;
+    Vector<uint32_t, sizeof(typename C::Scale) / 2> words;
+    ptx::ld_shared(words.values, group + g * (C::kHalfScaleBytes / 8));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (sizeof(typename C::Scale) == 4) {
+        scales[i] = __uint_as_float(words.values[i]);
+      } else {
+        scales[i] = to_float(typename C::Scale{static_cast<uint16_t>(words.values[0] >> (16 * i))});
+      }
+    }
+    uint32_t zeros = 0x0808u;
+    if constexpr (C::kZeros == Zeros::kPacked) zeros = ptx::ld_shared_u16(group + C::kHalfScaleBytes + g * 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) biases[i] = 0x80808080u - (zeros >> (8 * i) & 0xffu) * 0x01010101u;
+  }
+
+  // Converts the codes of 32 k, two words of repacked_layout.cuh. Byte b of a register has k 2t + b / 2 + b % 2 * 8 of
+  // its 16 k, which is the order of xq.
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], const uint32_t* words) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t codes = (words[i / 2] >> (i % 2 * 4)) & 0x0f0f0f0fu;
+      // q + 128 - z does not carry into the next byte; flipping the highest bit subtracts 128.
+      a[i] = (codes + biases[i % 2]) ^ 0x80808080u;
+    }
+  }
 };
 
 // The operands of a k tile, and the products of two chunks of rows: those of a chunk are scaled while the tensor cores
@@ -141,7 +163,7 @@ template <class C> struct KTile {
   static constexpr int kSteps = C::kBlockK / C::kStepK;
 
   uint32_t a[2][kSteps][4];  // the weights
-  W4A8Columns<C> columns[2];
+  WeightColumns<C> columns[2];
   uint32_t x;                        // the shared address of x, as ldmatrix takes it
   const float* x_scale;              // those of the lane's first two rows
   uint32_t b[2][C::kChunkTiles][4];  // [64 k] of the rows of x of a chunk
@@ -152,11 +174,9 @@ template <class C> struct KTile {
   // Loads and converts the weights of a warp, which begin at the shared address `weight`.
   __device__ __forceinline__ void load_weight(uint32_t weight) {
     const int lane = threadIdx.x % 32;
-    const uint32_t scales = weight + 2048 + lane / 4 * (C::kColumnScaleBytes / 16);
-    const uint32_t zeros = weight + 2048 + C::kColumnScaleBytes + lane / 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      columns[i].load_shared(scales + i * (C::kColumnScaleBytes / 2), zeros + i * 16);
+      columns[i].load_shared(weight + kCodeBytes + i * C::kHalfGroupBytes);
 #pragma unroll
       for (int k64 = 0; k64 < 2; ++k64) {
         uint32_t words[4];
@@ -239,7 +259,7 @@ template <class C> __device__ __forceinline__ void run_main_loop(Accumulators<C>
                                                                  uint32_t ring, int k_tiles) {
   const typename C::Copies waits;
   const int lane = thread % 32;
-  const uint32_t weight = ring + C::kXBytes + uniform(thread / 32) * C::kWarpBytes;
+  const uint32_t weight = ring + C::kXBytes + uniform(thread / 32) * C::kWeightTileBytes;
   // ldmatrix loads 64 k of eight rows of x: matrix i has k 16 i .. 16 i + 15.
   const uint32_t x = ring + lane % 8 * C::kBlockK + (lane / 8 ^ swizzle_bits(lane % 8)) * 16;
   extern __shared__ __align__(128) uint8_t memory[];

@@ -17,6 +17,9 @@
 // Any k, block_size and architecture. WIDE: k, block_size and the addresses of all rows allow aligned accesses of 8
 // elements.
 //
+// FRAGMENTS: the codes of each 16 columns are in the order in which gemm_w4a8_mma.cu multiplies them: byte 4 t + b of
+// 16 has the code of column 2 t + b / 2 + b % 2 * 8. k and block_size are multiples of 16.
+//
 // LANES adjacent threads quantize a block in ROUNDS rounds of 8 (or 1) elements per thread. CTA (i, j, l) of the grid
 // quantizes the i-th THREADS / LANES blocks of row l * gridDim.y + j.
 //
@@ -29,16 +32,38 @@ constexpr int kThreads = THREADS;
 constexpr int kValues = WIDE ? 8 : 1;
 constexpr bool kSymmetric = SYMMETRIC;
 constexpr bool kHalfEven = HALF_EVEN;
+constexpr bool kFragments = FRAGMENTS;
 constexpr int kWarps = kLanes / 32;
 constexpr int kStride = kLanes * kValues;
 constexpr int kRounds = ROUNDS;  // number of rounds in which kLanes lanes cover a block
 constexpr int kKept = kRounds <= 4 ? kRounds : 1;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: value + kMagic has the rounded value in its low mantissa bits
 
+static_assert(!kFragments || WIDE, "a thread has eight codes that are adjacent in the fragments");
 static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "the lanes are part of a warp, or the whole CTA");
 
 using int8_t = signed char;
 using Values = Vector<X, kValues>;
+
+// Returns the column of element v of the vector that begins at column i, or in the fragments at byte i.
+__device__ __forceinline__ int column(int i, int v) {
+  return kFragments ? i / 16 * 16 + i % 16 / 2 + v % 4 + v / 4 * 8 : i + v;
+}
+
+// Loads the vector that begins at column i, or in the fragments at byte i.
+__device__ __forceinline__ void load_values(Values& values, const X* source, int i) {
+  if constexpr (kFragments) {
+    Vector<X, 4> parts[2];
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      load<true>(parts[part], source + column(i, part * 4));
+#pragma unroll
+      for (int v = 0; v < 4; ++v) values.values[part * 4 + v] = parts[part].values[v];
+    }
+  } else {
+    load<true>(values, source + i);
+  }
+}
 
 // Reduces a value over the lanes of a block of x; called by all threads of the CTA.
 template <class T, class Op> __device__ __forceinline__ T reduce(T value, Op op, T* shared) {
@@ -84,7 +109,7 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
     }
   } else {
     for (int i = begin; i < end; i += kStride) {
-      load<true>(kept[0], source + i);
+      load_values(kept[0], source, i);
       body(i, kept[0]);
     }
   }
@@ -118,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   if constexpr (kKept == kRounds) {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      if (begin + round * kStride < end) load<true>(kept[round], source + begin + round * kStride);
+      if (begin + round * kStride < end) load_values(kept[round], source, begin + round * kStride);
     }
   }
   const float infinity = __uint_as_float(0x7f800000u);
@@ -182,16 +207,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
           words.values[w] = __byte_perm(first, second, 0x5410);
           total = add_codes(words.values[w], total);
         }
+        if constexpr (kFragments) {
+          words = {__byte_perm(words.values[0], words.values[1], 0x5140),
+                   __byte_perm(words.values[0], words.values[1], 0x7362)};
+        }
         *reinterpret_cast<Vector<uint32_t, 2>*>(target + i) = words;
       }
     }
     if (!is_exact) {
 #pragma unroll 1
       for (int v = 0; v < kValues; ++v) {
-        const float ratio = __fdiv_rn(__fsub_rn(to_float(source[i + v]), origin), step);
+        const float ratio = __fdiv_rn(__fsub_rn(to_float(source[column(i, v)]), origin), step);
         const float rounded = fminf(fmaxf(round_code(ratio), -128.0f), 127.0f);
         const int code = has_codes ? static_cast<int>(rounded) : 0;
-        target[i + v] = static_cast<int8_t>(code);
+        target[kFragments ? i + v % 4 * 2 + v / 4 : i + v] = static_cast<int8_t>(code);
         total += code;
       }
     }

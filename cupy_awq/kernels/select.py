@@ -266,9 +266,9 @@ def choose(problem: KernelProblem, device: Device, kernel: str | None = None, sp
     return choice
 
 
-def modelled_us(problem: KernelProblem, device: Device) -> float:
+def modelled_us(problem: KernelProblem, device: Device, kernel: str | None = None) -> float:
     """Return the modelled run time of the configuration that `choose` returns, in microseconds."""
-    choice = _choose(problem, device, None, None)
+    choice = _choose(problem, device, kernel, None)
     return choice.family.estimate_us(choice.config, problem, device)
 
 

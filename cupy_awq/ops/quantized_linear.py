@@ -19,11 +19,14 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
 from cupy_awq.kernels.int8 import problem as int8_problem
+from cupy_awq.kernels.int8.gemm_w4a8_mma import GEMM_W4A8_MMA
 from cupy_awq.kernels.int8.problem import Int8Problem
 from cupy_awq.kernels.int8.quantize_fp8 import Fp8Quantization, half_sum_stride
 from cupy_awq.kernels.int8.quantize_rows import RowQuantization
+from cupy_awq.ops import repacked_linear
 from cupy_awq.ops.chosen_kernel import choose_kernel
 from cupy_awq.ops.prepared_gemm import gemm_problem
+from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import deliver, dtype_name, empty, row_stride, views
@@ -115,7 +118,7 @@ def gemm_int8(
         xq=xq, x_scale=x_scale, x_offset=x_offset, x_sums=x_sums, bias=bias, out=out
     )
     product = block_check.validate_quantized_product(xq, x_scale, x_offset, x_sums, weight, block_size, bias, out)
-    epilogue = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
+    epilogue = check_activation(activation)
     if weight.device == HOST:
         target = np.empty((product.m, product.n), product.dtype) if out is None else out
         if product.row_scales:
@@ -158,7 +161,7 @@ def linear_int8(
     weight = block_check.validate_block_weight(weight)
     x, bias, out = views(x=x, bias=bias, out=out)
     product = block_check.validate_float_product(x, weight, bias, out)
-    block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
+    check_activation(activation)
     block_size = min(weight.block_size, product.k)
     quantized = quantize_activations(x, block_size=block_size, symmetric=True)
     if out is None:
@@ -213,7 +216,7 @@ def linear_fp8(
     product = block_check.validate_float_product(x, weight, bias, out)
     if weight.bits != 4:
         raise ValueError(f"weight: expected 4 bits for a float8 product, got {weight.bits}")
-    epilogue = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
+    epilogue = check_activation(activation)
     if weight.device == HOST:
         target = np.empty((product.m, product.n), product.dtype) if out is None else out
         return block_reference.linear_fp8(x, weight, product, bias, epilogue, target)
@@ -229,13 +232,18 @@ def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
     return block_weight
 
 
+def check_activation(activation: Any) -> Activation:
+    """Return an activation that GEMMs with quantized x support. Raises TypeError or ValueError for any other."""
+    return block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
+
+
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
     """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports an activation, a weight and its GPU.
 
     Raises:
         TypeError, ValueError: the activation, the weight or the GPU is not supported; the message gives the reason.
     """
-    block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
+    check_activation(activation)
     if x_dtype == "fp8" and weight.device != HOST:
         reason = int8_problem.fp8_refusal(weight.block_size, weight.shape[3], device.of(weight.device))
         if reason:
@@ -243,7 +251,7 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
 
 
 def int8_preference(
-    operand: PackedWeight, weight: BlockQuantizedWeight, bias: Array | None, activation: Any
+    operand: PackedWeight, weight: BlockQuantizedWeight | RepackedWeight, bias: Array | None, activation: Any
 ) -> Callable[[Array], bool]:
     """Return a function of x: whether `linear_int8` is expected to take less than WORTHWHILE of the time of `gemm`.
 
@@ -251,37 +259,40 @@ def int8_preference(
     x that is empty or has another shape or dtype than both operations take.
 
     Args:
-        operand, weight: the same weight for `gemm` and for `linear_int8`.
+        operand, weight: the same weight for `gemm` and for `linear_int8` or `linear_repacked_int8`.
         bias, activation: as in `gemm`.
     """
-    n, _, _, k = weight.shape
-    form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
-    block_size = min(weight.block_size, k)
-    bias_dtype = None if bias is None else bias.dtype.name
+    spec = operand.spec
+    form = check_activation(activation)
+    epilogue = {"bias_dtype": None if bias is None else bias.dtype.name, "activation": form.kind, "limits": form.limits}
+
+    def make_problems(m: int, dtype: str) -> tuple[RowQuantization, Int8Problem]:
+        if isinstance(weight, RepackedWeight):
+            return repacked_linear.make_problems(spec, m, dtype, **epilogue)
+        wide = spec.k % 8 == 0 and spec.group_size % 8 == 0
+        quantization = RowQuantization(
+            m, spec.k, spec.group_size, dtype, symmetric=True, half_even=False, wide=wide, x_stride=spec.k
+        )
+        sizes = m, spec.n, spec.k, spec.group_size, weight.bits
+        options = {"zero_points": weight.zero_points is not None, "scale_dtype": weight.exact_scale_dtype}
+        return quantization, Int8Problem(*sizes, False, weight.offset is not None, dtype, **epilogue, **options)
 
     @functools.lru_cache(maxsize=1024)
     def is_int8_faster(m: int, dtype: np.dtype[Any]) -> bool:
-        gemm = gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
-        wide = k % 8 == 0 and block_size % 8 == 0
-        quantization = RowQuantization(
-            m, k, block_size, dtype.name, symmetric=True, half_even=False, wide=wide, x_stride=k
-        )
-        product = Int8Problem(
-            *(m, n, k, block_size, weight.bits, False, weight.offset is not None, dtype.name, bias_dtype),
-            activation=form.kind,
-            limits=form.limits,
-            zero_points=weight.zero_points is not None,
-            scale_dtype=weight.exact_scale_dtype,
-        )
-        gpu = device.of(weight.device)
-        quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu)
+        gemm = gemm_problem(operand, form, m, dtype, bias_dtype=epilogue["bias_dtype"])
+        quantization, product = make_problems(m, dtype.name)
+        gpu = device.of(spec.device)
+        kernel = GEMM_W4A8_MMA.NAME if quantization.fragments else None
+        quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu, kernel)
         return quantized_us < WORTHWHILE * select.modelled_us(gemm, gpu)
+
+    dtypes = ("float16", "bfloat16") if isinstance(weight, RepackedWeight) else tuple(ITEMSIZE)
 
     def prefers_int8(x: Array) -> bool:
         (x,) = views(x=x)
-        is_here = check.device_id(x, "x") == weight.device != HOST
-        is_valid = is_here and x.dtype.name in ITEMSIZE and x.size > 0 and x.shape[-1:] == (k,)
-        return is_valid and is_int8_faster(x.size // k, x.dtype)
+        is_here = check.device_id(x, "x") == spec.device != HOST
+        is_valid = is_here and x.dtype.name in dtypes and x.size > 0 and x.shape[-1:] == (spec.k,)
+        return is_valid and is_int8_faster(x.size // spec.k, x.dtype)
 
     return prefers_int8
 

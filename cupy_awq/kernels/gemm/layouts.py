@@ -152,11 +152,12 @@ class FragmentLayout(WeightLayout):
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
 
     def arrange(self, codes: Array, parameters: Sequence[Array], /) -> Array:
-        """Return a weight in the layout, uint8 [nbytes], where ``zeros`` is not "packed", with NumPy or CuPy.
+        """Return a weight in the layout, uint8 [nbytes], with NumPy or CuPy.
 
         Args:
             codes: the codes, uint8 [N, K].
-            parameters: the scales, and the offsets if ``zeros`` is "float", of 16 bits [N, ceil(K / group_size)].
+            parameters: the scales [N, ceil(K / group_size)] and, unless ``zeros`` is "symmetric", the zero points as
+                uint8 or the offsets. Scales may have 32 bits, as ``gemm_w4a8_mma`` reads them.
         """
         xp = namespace(codes)
         columns, k_tiles = self.tile_columns, self.k_tiles
@@ -177,13 +178,15 @@ class FragmentLayout(WeightLayout):
         # The groups of each k tile; a group that spans several k tiles is copied to each of them.
         first = np.arange(k_tiles * self.groups) * (WEIGHT_TILE_K // self.groups) // self.group_size
         inside = int((first < ceil_div(self.k, self.group_size)).sum())
-        values = xp.zeros((len(parameters), columns * WEIGHT_TILE_N, len(first)), parameters[0].dtype)
-        for index, a in enumerate(parameters):
-            values[index, : self.n, :inside] = a.take(xp.asarray(first[:inside]), axis=1)
-        # From (parameter, tile column, 16 columns, column half, g, k tile, group) to [tile column, k tile, group,
-        # 16 columns, parameter, g, column half].
-        groups = values.reshape(len(parameters), columns, 2, 2, 8, k_tiles, self.groups).transpose(1, 5, 6, 2, 0, 4, 3)
-        parts.append(xp.ascontiguousarray(groups).view(np.uint8).reshape(columns, k_tiles, -1))
+        groups = []
+        for a in parameters:
+            values = xp.zeros((columns * WEIGHT_TILE_N, len(first)), a.dtype)
+            values[: self.n, :inside] = a.take(xp.asarray(first[:inside]), axis=1)
+            # From (tile column, 16 columns, column half, g, k tile, group) to [tile column, k tile, group, 16 columns,
+            # g, column half].
+            ordered = values.reshape(columns, 2, 2, 8, k_tiles, self.groups).transpose(0, 4, 5, 1, 3, 2)
+            groups.append(xp.ascontiguousarray(ordered).view(np.uint8).reshape(columns, k_tiles, self.groups, 2, -1))
+        parts.append(xp.concatenate(groups, axis=4).reshape(columns, k_tiles, -1))
         return xp.ascontiguousarray(xp.concatenate(parts, axis=2)).reshape(-1)
 
     def unpack(self, out: Bits, /) -> tuple[Bits, Bits, Bits | None]:

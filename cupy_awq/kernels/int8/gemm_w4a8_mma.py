@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES
-from cupy_awq.kernels.family import FunctionFamily, Workspace, constants
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.dtypes import ITEMSIZE, TYPES, ZEROS
+from cupy_awq.kernels.family import Config, FunctionFamily, Workspace, constants
+from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K, WEIGHT_TILE_N, FragmentLayout
 from cupy_awq.kernels.hopper import HOPPER
-from cupy_awq.kernels.int8.gemm_w4a8_sm90 import packed_refusal, prepare_weight, weight_tile_bytes
+from cupy_awq.kernels.int8.gemm_w4a8_sm90 import SYMMETRIC_ZERO, packed_refusal, scale_bits
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem
 from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, stream_k_divisions, with_stages
 from cupy_awq.kernels.waves import CtaWork, waves_us
@@ -20,8 +23,6 @@ from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "gemm_w4a8_mma"
-WARP_N = 32
-"""The number of columns per warp."""
 MIN_BLOCK_M = 16
 """The smallest number of rows per CTA tile."""
 MAX_BLOCK_M = 128
@@ -32,6 +33,8 @@ MAX_STAGES = 4
 """The largest number of pipeline stages."""
 MMA_PRODUCTS = 16 * 8 * 32
 """The number of multiply-adds of an mma."""
+FRAGMENT_ORDER = tuple(2 * (i // 4) + i % 4 // 2 + i % 2 * 8 for i in range(16))
+"""The column of each 16 columns of W whose codes the kernel multiplies by code i of each 16 codes of x."""
 SCHEDULERS = 4
 """The number of warp schedulers per SM."""
 
@@ -92,16 +95,22 @@ class GemmW4A8MmaConfig(MmaStreamK):
     @property
     def block_n(self) -> int:
         """The number of columns per CTA tile."""
-        return self.warps_n * WARP_N
+        return self.warps_n * WEIGHT_TILE_N
 
     def stage_bytes(self, problem: Int8Problem) -> int:
         """Return the size of a pipeline stage in bytes: x with its scales, and the weight."""
-        weight = self.block_n * weight_tile_bytes(problem) // 64
+        weight = self.warps_n * weight_tile_bytes(problem)
         return ceil_div(self.block_m * (BLOCK_K + 4) + weight, 128) * 128
 
     def shared_bytes(self, problem: Int8Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         return max(self.stages * self.stage_bytes(problem), self.pass_rows * (self.block_n + 4) * 4)
+
+
+def weight_tile_bytes(problem: Int8Problem) -> int:
+    """Return the size in bytes of a weight tile: codes, scales and, if there are any, zero points."""
+    column_bytes = ITEMSIZE[problem.scale_dtype] + int(problem.weight_offset)
+    return WEIGHT_TILE_N * (WEIGHT_TILE_K // 2 + column_bytes)
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
@@ -156,6 +165,7 @@ def plan(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) -> Lau
     defines = (
         *(item for item in problem.defines(weight_offset=False) if item[0] not in ("BITS", "FP8", "X_OFFSET")),
         ("SCALE", TYPES[problem.scale_dtype]),
+        ("ZEROS", ZEROS["packed" if problem.weight_offset else "symmetric"]),
         *constants(config, "block_m warps_n stages pass_rows ctas_per_sm"),
         ("ASYNC", int(config.is_async)),
         ("ALIGNED", int(problem.wide)),
@@ -181,6 +191,23 @@ def workspace(config: GemmW4A8MmaConfig, problem: Int8Problem) -> Workspace:
     return Workspace(config.stream_k_ctas * config.block_m * config.block_n * 4, config.stream_k_units)
 
 
+def prepare_weight(weight: BlockQuantizedWeight, config: Config, problem: Int8Problem) -> dict[str, Array]:
+    """Return the buffer "weight", in the fragment layout, for an xq whose columns are in their own order."""
+    return {"weight": weight.layout(("w4a8 fragments", problem.scale_dtype), lambda: _fragments(weight, problem))}
+
+
+def _fragments(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
+    zeros = "packed" if problem.weight_offset else "symmetric"
+    group_size = ceil_div(problem.block_size, WEIGHT_TILE_K) * WEIGHT_TILE_K
+    layout = FragmentLayout(problem.k, problem.n, group_size, problem.scale_dtype, zeros)
+    parameters = [scale_bits(weight.scale, problem.scale_dtype)]
+    if weight.zero_points is not None:
+        parameters.append((SYMMETRIC_ZERO - weight.zero_points).astype(np.uint8))
+    codes = weight.codes.reshape(problem.n, -1, 16)
+    codes[..., list(FRAGMENT_ORDER)] = codes.copy()
+    return layout.arrange(codes.reshape(problem.n, problem.k), parameters)
+
+
 def estimate_us(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, and all waves of CTAs; stream-K tiles are the last wave."""
     rates, k_tiles, units = device.rates, ceil_div(problem.k, BLOCK_K), config.units(problem)
@@ -189,7 +216,7 @@ def estimate_us(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device)
     sm_cycles = cycles * config.warps_n / SCHEDULERS
     # Copies through registers wait for device memory before the k tile is multiplied.
     sync = COSTS.sync + (0.0 if config.is_async else rates.latency_us * rates.clock_mhz)
-    weight_bytes = config.block_n * weight_tile_bytes(problem) / 64
+    weight_bytes = config.warps_n * weight_tile_bytes(problem)
     work = CtaWork(
         k_tiles,
         max((sm_cycles + sync) / rates.clock_mhz, rates.latency_us / (config.stages - 1)),

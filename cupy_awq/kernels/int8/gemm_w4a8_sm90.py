@@ -347,7 +347,7 @@ def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
     else:
         zeros = (SYMMETRIC_ZERO - weight.zero_points).astype(np.uint8)
     parts = [words.reshape(columns, k_tiles, -1)]
-    for values in (_scale_bits(weight.scale, scale_dtype), zeros):
+    for values in (scale_bits(weight.scale, scale_dtype), zeros):
         padded = xp.zeros((columns * TILE_N, k_tiles), values.dtype)
         padded[:n] = values.take(blocks, axis=1)
         # [tile][warp][column half][g][k tile] to [tile][k tile][warp][g][column half]
@@ -387,7 +387,7 @@ def _offset_tiles(weight: BlockQuantizedWeight) -> Array:
     return xp.ascontiguousarray(offsets).reshape(columns, tiles, -1)
 
 
-def _scale_bits(scale: Array, dtype: str) -> Array:
+def scale_bits(scale: Array, dtype: str) -> Array:
     """Return the bits of scales in ``dtype``, which represents them exactly, as uint16 or uint32."""
     if scale.dtype.name == dtype:
         return scale.view(f"u{scale.dtype.itemsize}")

@@ -38,6 +38,7 @@ class RowQuantization(KernelProblem):
         half_even: whether halves are rounded to even; otherwise they are rounded away from zero.
         wide: whether the alignment of x permits loads of 8 elements.
         x_stride: row stride of x in elements.
+        fragments: whether the codes of each 16 columns are in the order that ``gemm_w4a8_mma`` takes.
     """
 
     m: int
@@ -48,11 +49,14 @@ class RowQuantization(KernelProblem):
     half_even: bool
     wide: bool
     x_stride: int
+    fragments: bool = False
 
     COMMON = tuple(
         (1, 4096, block_size, dtype, symmetric, False, True, 4096)
         for dtype in ("float16", "bfloat16", "float32")
         for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False))
+    ) + tuple(
+        (m, 4096, 128, dtype, True, False, True, 4096, True) for m in (1, 256) for dtype in ("float16", "bfloat16")
     )
 
     def __str__(self) -> str:
@@ -97,6 +101,7 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
         ("WIDE", int(problem.wide)),
         ("SYMMETRIC", int(problem.symmetric)),
         ("HALF_EVEN", int(problem.half_even)),
+        ("FRAGMENTS", int(problem.fragments)),
         ("DEPENDENT", int(is_dependent(problem.m, device))),
     )
     kernel = Kernel("int8/quantize_rows.cu", NAME, defines, device.target)
