@@ -70,6 +70,7 @@ FOREIGN = {
         "problem",
     },
     ("experts", "select"): {"layer"},
+    ("int8", "gemm"): {"gemm_w4a8_mma"},
 }
 """Imports between folders that are allowed: (folder, imported folder or module): the modules that may do so.
 
