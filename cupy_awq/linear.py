@@ -110,10 +110,10 @@ class AwqLinear(GemmLayer):
         self._quantized: BlockQuantizedWeight | RepackedWeight | None = None
         self._float32_weight: BlockQuantizedWeight | None = None
         is_shared = False
-        if x_dtype in ("int8", "auto"):
+        if x_dtype is not None:
             from cupy_awq.ops.repacked_linear import multiplies_repacked
 
-            is_shared = multiplies_repacked(spec)
+            is_shared = multiplies_repacked(spec, "fp8" if x_dtype == "fp8" else "int8")
         self._operand = repack(weight) if is_shared or x_dtype in (None, "auto") else weight
         # Kernels for the fragment layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
@@ -266,7 +266,7 @@ class AwqLinear(GemmLayer):
     def _multiply_quantized(self, x: Array, out: Array | None, residual: Array | None, dtype: Any) -> Array:
         """Quantize x to ``x_dtype``, multiply it by the weight, and return y (``out``, unless ``out`` is None)."""
         from cupy_awq.ops.quantized_linear import convert_weight, linear_fp8, linear_int8
-        from cupy_awq.ops.repacked_linear import linear_repacked_int8
+        from cupy_awq.ops.repacked_linear import linear_repacked
 
         for name, value in (("residual", residual), ("dtype", dtype)):
             if value is not None:
@@ -284,15 +284,17 @@ class AwqLinear(GemmLayer):
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
-        weight, options = self._quantized, {"bias": self._bias, "activation": self._activation, "out": target}
+        x_dtype = "fp8" if self._x_dtype == "fp8" else "int8"
+        weight: Any = self._quantized
+        options: dict[str, Any] = {"bias": self._bias, "activation": self._activation, "out": target}
         if isinstance(weight, RepackedWeight) and x.dtype == np.float32:  # not multiplied by the repacked weight
             if self._float32_weight is None:
-                self._float32_weight = convert_weight(self.weight, self._activation, "int8")
+                self._float32_weight = convert_weight(self.weight, self._activation, x_dtype)
             weight = self._float32_weight
         if isinstance(weight, RepackedWeight):
-            y = linear_repacked_int8(rows, weight, **options)
+            y = linear_repacked(rows, weight, x_dtype, **options)
         else:
-            y = (linear_fp8 if self._x_dtype == "fp8" else linear_int8)(rows, weight, **options)
+            y = (linear_fp8 if x_dtype == "fp8" else linear_int8)(rows, weight, **options)
         y = y.reshape(shape)
         return out if in_place else arrays.deliver(y, out)
 

@@ -18,6 +18,7 @@ from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.int8 import quantize_fp8
 from cupy_awq.kernels.int8.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90, GemmInt8Sm90Config
+from cupy_awq.kernels.int8.gemm_w4a8_mma import FRAGMENT_ORDER
 from cupy_awq.kernels.int8.problem import Int8Problem, fp8_block_size, fp8_refusal
 from cupy_awq.kernels.int8.quantize_fp8 import QUANTIZE_FP8, Fp8Quantization, half_sum_stride
 from cupy_awq.ops.quantized_linear import check_layer
@@ -141,7 +142,11 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
     x = strided(x, padding)
     x.flags.writeable = False
     wanted = block_reference.quantize_fp8(x, block_size)
-    problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding)
+    fragments = block_size % 16 == k % 16 == 0
+    if fragments:
+        codes = wanted[0].reshape(m + 4, -1, 16)[..., FRAGMENT_ORDER].reshape(m + 4, k)
+        wanted = codes, *wanted[1:]
+    problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding, fragments)
     names = ("codes", "scale", "sums")
     (config,) = QUANTIZE_FP8.configs(problem, facts(90, backend))
     for threads in (config.threads, quantize_fp8.MANY_ROWS_THREADS):

@@ -8,21 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cupy_awq import from_packed, linear_int8
+from cupy_awq import BlockQuantizedWeight, from_packed, linear_fp8, linear_int8
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm.problem import Problem
 from cupy_awq.kernels.int8.gemm_w4a8_mma import GEMM_W4A8_MMA, GemmW4A8MmaConfig
 from cupy_awq.kernels.int8.problem import Int8Problem
+from cupy_awq.kernels.int8.quantize_fp8 import QUANTIZE_FP8
 from cupy_awq.kernels.int8.quantize_rows import QUANTIZE_ROWS
 from cupy_awq.ops.repacked_linear import make_problems
 from cupy_awq.tools import testing
 from tests.backends import GPU, LANDINGS, runner, sample
 from tests.simt.kernels import patched
 from tests.simt.seeds import OUTSIDE, RACE, VALUES, caught_by
+from tests.test_fp8 import check_fp8_product, fp8_problem
 from tests.test_gemm_int8 import check_product
 from tests.test_kernels import facts, repack
 
-NO_REDUCTION = {"partials": None, "counters": None}
+NO_BUFFERS = {"partials": None, "counters": None, "bias": None}
 
 # A case has m, n, k, the weight's block size, dtype, scale dtype, bias, zero points; then the configuration: block_m,
 # warps_n, stages, ctas, stream_k_units, stream_k_ctas.
@@ -89,31 +91,58 @@ def test_every_tile(backend: str, arch: int, m: int) -> None:
         check_product(backend, problem, GEMM_W4A8_MMA, config, gpu, 128, seed=m)
 
 
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("arch", [89, 120])
+@pytest.mark.parametrize(("i", "block"), [(0, 128), (1, 256), (3, 1168), (5, 128)])
+def test_float8_products(backend: str, arch: int, i: int, block: int) -> None:
+    m, n, k, *_ = CASES[i]
+    _, config, _ = problem_of(CASES[i], "blocks")
+    scale = np.random.default_rng(i).uniform(-0.1, 0.1, (n, -(-k // block))).astype(np.float16).astype(np.float32)
+    codes = np.random.default_rng(i).integers(0, 16, (n, 1, 1, k), dtype=np.uint8)
+    offset = np.random.default_rng(i).integers(-8, 9, scale.shape).astype(np.float32) * scale
+    weight = BlockQuantizedWeight(codes, scale, offset if i else None, block_size=block)
+    problem = replace(fp8_problem(m, n, k, block, "float16", "float32" if i else None, bool(i)), scale_dtype="float16")
+    check_fp8_product(backend, problem, GEMM_W4A8_MMA, config, weight, seed=i, arch=arch)
+
+
 @pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
-@pytest.mark.parametrize("arch", [75, 80])
+def test_blocks_of_the_weight_may_be_larger_than_those_of_x(backend: str) -> None:
+    problem, config, _ = problem_of(CASES[0], "blocks")
+    check_product(backend, problem, GEMM_W4A8_MMA, config, facts(80, backend), 256, seed=3)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], GPU])
+@pytest.mark.parametrize(("arch", "x_dtype"), [(75, "int8"), (80, "int8"), (89, "fp8")])
 @pytest.mark.parametrize(("zeros", "k", "group_size"), [("packed", 384, 128), ("symmetric", 320, 320)])
-def test_the_repacked_weight_is_multiplied(backend: str, arch: int, zeros: str, k: int, group_size: int) -> None:
+def test_the_repacked_weight_is_multiplied(
+    backend: str, arch: int, x_dtype: str, zeros: str, k: int, group_size: int
+) -> None:
     """Kernels with 16-bit x read the same weight; the codes of x are written in the order of its words."""
-    rng, run, gpu = np.random.default_rng(k), runner(backend), facts(arch, backend)
+    rng, run, gpu, fp8 = np.random.default_rng(k), runner(backend), facts(arch, backend), x_dtype == "fp8"
     weight = testing.random_weight(rng, k, 72, group_size, zeros=zeros)
     x, y = testing.random_activations(rng, 20, k), np.full((20, 72), np.nan, np.float16)
     repacked = repack(run, Problem(20, 72, k, group_size, zeros=zeros), weight, gpu)
-    quantization, product = make_problems(weight.spec, 20, "float16")
-    codes, shape = np.zeros((20, k), np.int8), (20, k // group_size)
-    scale, sums = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
-    plan = QUANTIZE_ROWS.plan(QUANTIZE_ROWS.configs(quantization, gpu)[0], quantization, gpu)
-    run(plan, {"x": x, "codes": codes, "scale": scale, "offset": None, "sums": sums})
-    config = GemmW4A8MmaConfig(24, 4, 1, arch >= 80, 2)
-    plan = GEMM_W4A8_MMA.plan(config, product, gpu)
-    run(plan, {"xq": codes, "x_scale": scale, "weight": repacked, "bias": None, "y": y} | NO_REDUCTION)
-    expected = linear_int8(x.astype(np.float32), from_packed(weight))
+    quantization, product = make_problems(weight.spec, 20, "float16", fp8=fp8)
+    blocks = -(-k // product.block_size)
+    codes, scale = np.zeros((20, k), np.int8), np.zeros((20, 1 if fp8 else blocks), np.float32)
+    sums = np.zeros((20, blocks), np.float32 if fp8 else np.int32)
+    family = QUANTIZE_FP8 if fp8 else QUANTIZE_ROWS
+    plan = family.plan(family.configs(quantization, gpu)[0], quantization, gpu)
+    half_sums = np.zeros((20, 8), np.float16)
+    quantized = {"x": x, "codes": codes, "scale": scale, "offset": None, "sums": sums, "half_sums": half_sums}
+    run(plan, {name: quantized[name] for name in plan.buffers})
+    plan = GEMM_W4A8_MMA.plan(GemmW4A8MmaConfig(24, 4, 1, arch >= 80, 2), product, gpu)
+    buffers = {"xq": codes, "x_scale": scale, "x_row_scale": scale, "x_sums": sums, "weight": repacked, "y": y}
+    run(plan, {name: (NO_BUFFERS | buffers)[name] for name in plan.buffers})
+    linear = linear_fp8 if fp8 else linear_int8
+    expected = linear(x.astype(np.float32), from_packed(weight))
     np.testing.assert_allclose(y.astype(np.float32), expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"fp8": True}, "takes x of int8"),
+        ({"fp8": True}, "needs sm_89"),
         ({"dtype": "float32"}, "writes a y of 16 bits"),
         ({"n": 100}, "writes a y of 16 bits"),
         ({"bits": 8}, "needs 4-bit weights"),
@@ -122,7 +151,7 @@ def test_the_repacked_weight_is_multiplied(backend: str, arch: int, zeros: str, 
 )
 def test_refusals_name_a_reason(change: dict, reason: str) -> None:
     problem = Int8Problem(64, 4096, 4096, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
-    gpu = facts(89, "latest")
+    gpu = facts(80, "latest")
     assert GEMM_W4A8_MMA.refusal(problem, gpu) is None
     assert reason in str(GEMM_W4A8_MMA.refusal(replace(problem, **change), gpu))
     assert "gemm_w4a8_sm90" in str(GEMM_W4A8_MMA.refusal(problem, facts(90, "latest")))
@@ -147,12 +176,10 @@ SEEDS = {
     "the last k tile reads past the end of K": (HEADER, ", k_left_ > 0)", ", true)", OUTSIDE),
     "rows past the last one are read": (HEADER, "min(row, last_row_)", "row", OUTSIDE),
     "scales past the last row are read": (HEADER, "min(thread, last_row_)", "thread", OUTSIDE),
-    "columns past the last weight tile are read": (
-        HEADER, "tile.n_block * C::kWarpsN, k_tile, n, k)", "tile.n_block * C::kWarpsN, k_tile, 1 << 20, k)", OUTSIDE,
-    ),
     "a warp copies the codes of its neighbour": (HEADER, ".tile(warp, 0)", ".tile(warp ^ 1, 0)", VALUES),
     "the zero points of the last columns are not copied": (
-        HEADER, "C::kHalfGroupBytes / 8) continue", "C::kHalfGroupBytes / 8 - 1) continue", VALUES,
+        HEADER, "C::kHalfGroupBytes / 8) continue", "C::kHalfGroupBytes / 8 - 1) continue",
+        ("uninitialised", "uninitialised"),
     ),
     "a chunk with a row of x is not scaled": (
         HEADER, "rows <= first_tile(CHUNK - 1)", "rows <= first_tile(CHUNK)", VALUES,

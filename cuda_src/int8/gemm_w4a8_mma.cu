@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM of int8 rows x and a 4-bit weight W with mma.sync, for tens of rows and more:
+// GEMM of 8-bit rows x and a 4-bit weight W with mma.sync, for tens of rows and more:
 //
 //   y[m, n] = activation(sum over k tiles t of x_t[m] . (q_t[n] - z_t[n]) * sW_t[n] * sX_t[m] + bias[n])
 //
-// A k tile is 128 k.
+// A k tile is 128 k. x is int8, or e4m3 (FP8), of which the codes of W are multiplied without their zero points: those
+// are multiplied by the sum of x_t[m].
 //
 //   weight      the repacked layout of repacked_layout.cuh, with one group per weight tile; SCALE may be float32. A
 //               word has two registers of operand A, since the order of k within 16 is free
 //   x_scale     float32 [m, ceil(k / block_size)], sX
-//   xq          int8 [m, k], with each 16 k in the order of the weight's words (FRAGMENTS of quantize_rows.cu)
+//   x_sums      with FP8, float32 [m, ceil(k / 128)], the sums of xq over k tiles
+//   xq          int8 or e4m3 [m, k], with each 16 k in the order of the weight's words (FRAGMENTS of quantize_rows.cu)
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy values
 //   partials    float32 [CTA][BLOCK_M][columns of a CTA tile], the sums of units that CTAs share
@@ -16,7 +18,7 @@
 //   stream_k_units, stream_k_ctas   see StreamKTileScheduler
 //
 // Limits: k % 16 == 0; block_size is a multiple of 128, or k; n % 8 == 0; xq starts at a multiple of 16 bytes. Y has 16
-// bits. sm_75 and newer, with ASYNC = 1 sm_80 and newer. ALIGNED = 1 requires that the rows of y start at multiples of
+// bits. sm_75 and newer, with ASYNC = 1 sm_80 and newer, with FP8 sm_89 and newer. ALIGNED = 1 requires that the rows of y start at multiples of
 // 16 bytes.
 //
 // The kernel computes y^T = W^T x^T, as gemm_mma_fragments does: a warp computes 32 columns of the CTA tile and
@@ -31,6 +33,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
                 FusionOptions<false, false, false> {
   using T = Y;  // type of y
   using Scale = SCALE;
+  static constexpr bool kFp8 = FP8;
   static constexpr Zeros kZeros = Zeros::ZEROS;
   using Copies = Select<ASYNC, CopyAsync, CopyDirect>;
   static constexpr bool kAligned = ALIGNED;
@@ -46,8 +49,8 @@ using Kernel = GemmW4A8Mma<Config>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     gemm_w4a8_mma(const float* x_scale, const uint8_t* weight, const BIAS* bias, Y* y, float* partials,
-                  uint32_t* counters, const int8_t* xq, int m, int n, int k, int block_size, int ldy,
-                  int stream_k_units, int stream_k_ctas, float low, float high) {
+                  uint32_t* counters, const int8_t* xq, const float* x_sums, int m, int n, int k, int block_size,
+                  int ldy, int stream_k_units, int stream_k_ctas, float low, float high) {
   using C = Kernel;
   extern __shared__ __align__(128) uint8_t memory[];
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
     const int thread = ptx::opaque(threadIdx.x);
     const TileCoordinates tile = scheduler.tile(0);
     Accumulators<C> accumulators = {};
-    StageCopies<C> copies(thread, xq, weight, x_scale, tile, scheduler.k_tile_begin, ring, ptx::opaque(m),
+    StageCopies<C> copies(thread, xq, weight, x_scale, x_sums, tile, scheduler.k_tile_begin, ring, ptx::opaque(m),
                           ptx::opaque(n), ptx::opaque(k), block_size);
     run_main_loop<C>(accumulators, copies, magic, thread, ptx::opaque(m) - tile.m_block * C::kBlockM, ring,
                      scheduler.k_tile_end - scheduler.k_tile_begin);

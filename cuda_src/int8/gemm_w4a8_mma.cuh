@@ -9,7 +9,7 @@
 
 // The constants that follow from those of the host. Host is the Config of gemm_w4a8_mma.cu.
 template <class Host> struct GemmW4A8Mma : Host {
-  static constexpr bool kFp8 = false;
+  using Product = Select<Host::kFp8, float, int32_t>;
   static constexpr int kThreads = 32 * Host::kWarpsN;
   static constexpr int kBlockK = 128, kStepK = 32;
   static constexpr int kBlockN = 32 * Host::kWarpsN, kStoreN = kBlockN;
@@ -28,13 +28,14 @@ template <class Host> struct GemmW4A8Mma : Host {
   //   x        [row][128], swizzled (hopper/swizzle.cuh)
   //   weight   [warp]: a weight tile of repacked_layout.cuh
   //   sX       float32 [row]
+  //   sums     float32 [row], with FP8
   // After the main loop, the accumulators of kPassRows rows overwrite the stages. The padding avoids bank conflicts.
   static constexpr int kHalfScaleBytes = 16 * sizeof(typename Host::Scale);  // those of 16 columns
   static constexpr int kHalfGroupBytes = kHalfScaleBytes + (Host::kZeros == Zeros::kPacked ? 16 : 0);
   static constexpr int kWeightTileBytes = kCodeBytes + 2 * kHalfGroupBytes;
   static constexpr int kXBytes = Host::kBlockM * kBlockK;
   static constexpr int kXScale = kXBytes + Host::kWarpsN * kWeightTileBytes;  // offset of sX
-  static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * 4, 128) * 128;
+  static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * (Host::kFp8 ? 8 : 4), 128) * 128;
   static constexpr int kPitch = kBlockN + 4;
 
   using Scheduler = StreamKTileScheduler<1, Host::kStreamK>;
@@ -52,8 +53,8 @@ template <class Host> struct GemmW4A8Mma : Host {
 template <class C> class StageCopies {
  public:
   __device__ __forceinline__ StageCopies(int thread, const int8_t* xq, const uint8_t* weight, const float* x_scale,
-                                         TileCoordinates tile, int k_tile, uint32_t ring, int m, int n, int k,
-                                         int block_size)
+                                         const float* x_sums, TileCoordinates tile, int k_tile, uint32_t ring, int m,
+                                         int n, int k, int block_size)
       : thread_(thread), ring_(ring), k_(k), k_left_(k - k_tile * C::kBlockK - thread % 8 * 16) {
     const int lane = thread % 32;
     const int warp = uniform(thread / 32);
@@ -71,6 +72,7 @@ template <class C> class StageCopies {
     block_left_ = block_k_tiles_ - k_tile % block_k_tiles_;
     const int64_t row = row_begin + min(thread, last_row_);
     x_scale_ = x_scale + row * ceil_div(k, block_size) + k_tile / block_k_tiles_;
+    if constexpr (C::kFp8) x_sums_ = x_sums + row * ceil_div(k, C::kBlockK) + k_tile;
   }
 
   // Starts the copies of the next k tile into stage `stage_idx`.
@@ -94,6 +96,7 @@ template <class C> class StageCopies {
     }
     if (C::kThreads == C::kBlockM || thread < C::kBlockM) {
       copies.start_4(stage + C::kXScale + thread * 4, x_scale_, true);
+      if constexpr (C::kFp8) copies.start_4(stage + C::kXScale + (C::kBlockM + thread) * 4, x_sums_++, true);
     }
     if (--block_left_ == 0) {
       block_left_ = block_k_tiles_;
@@ -117,14 +120,16 @@ template <class C> class StageCopies {
   uint32_t weight_target_;
   const int8_t* x_;
   uint32_t x_target_;
-  const float* x_scale_;
+  const float *x_scale_, *x_sums_;
   int block_k_tiles_, block_left_;
 };
 
-// The weights of two columns of a lane, g and g + 8, as operand A: q - z.
+// The weights of two columns of a lane, g and g + 8, as operand A: q - z, or with FP8 q / 512, which is the e4m3 with the
+// bits of q.
 template <class C> struct WeightColumns {
-  float scales[2];
+  float scales[2];     // with FP8, times 512
   uint32_t biases[2];  // 128 - z in each byte, which is added to codes
+  float offsets[2];    // with FP8, -z times the scale
 
   // Loads the scales and the zero points of the 16 columns at the shared address `group`.
   __device__ __forceinline__ void load_shared(uint32_t group) {
@@ -142,7 +147,14 @@ template <class C> struct WeightColumns {
     uint32_t zeros = 0x0808u;
     if constexpr (C::kZeros == Zeros::kPacked) zeros = ptx::ld_shared_u16(group + C::kHalfScaleBytes + g * 2);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) biases[i] = 0x80808080u - (zeros >> (8 * i) & 0xffu) * 0x01010101u;
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t zero = zeros >> (8 * i) & 0xffu;
+      biases[i] = 0x80808080u - zero * 0x01010101u;
+      if constexpr (C::kFp8) {
+        offsets[i] = -static_cast<float>(zero) * scales[i];
+        scales[i] *= 512.0f;
+      }
+    }
   }
 
   // Converts the codes of 32 k, two words of repacked_layout.cuh. Byte b of a register has k 2t + b / 2 + b % 2 * 8 of
@@ -152,7 +164,7 @@ template <class C> struct WeightColumns {
     for (int i = 0; i < 4; ++i) {
       const uint32_t codes = (words[i / 2] >> (i % 2 * 4)) & 0x0f0f0f0fu;
       // q + 128 - z does not carry into the next byte; flipping the highest bit subtracts 128.
-      a[i] = (codes + biases[i % 2]) ^ 0x80808080u;
+      a[i] = C::kFp8 ? codes : (codes + biases[i % 2]) ^ 0x80808080u;
     }
   }
 };
@@ -167,7 +179,7 @@ template <class C> struct KTile {
   uint32_t x;                        // the shared address of x, as ldmatrix takes it
   const float* x_scale;              // those of the lane's first two rows
   uint32_t b[2][C::kChunkTiles][4];  // [64 k] of the rows of x of a chunk
-  int32_t products[2][C::kChunkTiles][2][4];
+  typename C::Product products[2][C::kChunkTiles][2][4];
 
   static __device__ constexpr int first_tile(int chunk) { return chunk * C::kM8Tiles / C::kChunks; }
 
@@ -219,10 +231,15 @@ template <class C> struct KTile {
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int j = 0; j < tiles; ++j) {
-          int32_t (&sums)[4] = products[chunk % 2][j][i];
+          typename C::Product(&sums)[4] = products[chunk % 2][j][i];
           const uint32_t (&x64)[4] = b[step / 2][j];
-          const int32_t (&addend)[4] = step == 0 ? magic : static_cast<const int32_t (&)[4]>(sums);
-          mma(sums, a[i][step], x64[step % 2 * 2], x64[step % 2 * 2 + 1], addend);
+          if constexpr (C::kFp8) {
+            if (step == 0) sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+            mma(sums, a[i][step], x64[step % 2 * 2], x64[step % 2 * 2 + 1]);
+          } else {
+            const int32_t (&addend)[4] = step == 0 ? magic : static_cast<const int32_t (&)[4]>(sums);
+            mma(sums, a[i][step], x64[step % 2 * 2], x64[step % 2 * 2 + 1], addend);
+          }
         }
       }
     }
@@ -233,18 +250,25 @@ template <class C> struct KTile {
     const int first = first_tile(chunk), tiles = first_tile(chunk + 1) - first;
 #pragma unroll
     for (int j = 0; j < tiles; ++j) {
-      Vector<float, 2> x_scales;
+      Vector<float, 2> x_scales, x_sums;
       load<true>(x_scales, x_scale + (first + j) * 8);
+      if constexpr (C::kFp8) load<true>(x_sums, x_scale + C::kBlockM + (first + j) * 8);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
           float& sum = accumulators[i][first + j][v];
-          const int32_t product = products[chunk % 2][j][i][v];
+          const typename C::Product product = products[chunk % 2][j][i][v];
           const float scale = columns[i].scales[v / 2];
-          // A 16-bit scale times kMagic is exact, so that fma replaces a subtraction and a multiplication.
-          const float scaled = sizeof(typename C::Scale) == 2 ? fmaf(__int_as_float(product), scale, -kMagic * scale)
-                                                              : magic_to_float(product) * scale;
+          float scaled;
+          if constexpr (C::kFp8) {
+            scaled = fmaf(product, scale, columns[i].offsets[v / 2] * x_sums.values[v % 2]);
+          } else if constexpr (sizeof(typename C::Scale) == 2) {
+            // A 16-bit scale times kMagic is exact, so that fma replaces a subtraction and a multiplication.
+            scaled = fmaf(__int_as_float(product), scale, -kMagic * scale);
+          } else {
+            scaled = magic_to_float(product) * scale;
+          }
           sum = fmaf(scaled, x_scales.values[v % 2], sum);
         }
       }

@@ -16,6 +16,8 @@
 //
 // Limits: sm_89 and newer; k % 8 == 0; block_size, BLOCK_SIZE, is 8, 16, 32, 64, 128 or 256.
 //
+// FRAGMENTS: the codes of each 16 columns are in the order of quantize_rows.cu. k and block_size are multiples of 16.
+//
 // A CTA quantizes one row in ROUNDS rounds of 8 elements per thread, in two passes: maximum, then codes. Between the
 // passes the row stays in registers with KEEPS_ROW; otherwise it is read twice.
 //
@@ -41,6 +43,22 @@ static_assert(kThreads % 32 == 0 && kWarps <= 32, "a warp has a lane for the lar
 
 // The words that hold kValues elements of x, the elements that a thread quantizes in a round.
 using Words = Vector<uint32_t, kWords>;
+
+// Loads the words of a thread that begins at column i; with FRAGMENTS, those of two groups of four columns.
+__device__ __forceinline__ void load_words(Words& words, const X* row, int i) {
+  if constexpr (FRAGMENTS) {
+    const X* const source = row + i / 16 * 16 + i % 16 / 2;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      Vector<uint32_t, kWords / 2> half;
+      load<true>(half, reinterpret_cast<const uint32_t*>(source + part * 8));
+#pragma unroll
+      for (int w = 0; w < kWords / 2; ++w) words.values[part * (kWords / 2) + w] = half.values[w];
+    }
+  } else {
+    load<true>(words, reinterpret_cast<const uint32_t*>(row + i));
+  }
+}
 
 // The largest magnitude, as bits of |x|: as integers they are ordered like the values, infinity and NaN last.
 struct Largest {
@@ -76,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t shared_largest[kWarps];
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32;
-  const auto* source = reinterpret_cast<const uint32_t*>(x + row * ldx) + threadIdx.x * kWords;
+  const X* const source = x + row * ldx;
   const int begin = threadIdx.x * kValues;
 
   if constexpr (DEPENDENT) {
@@ -88,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if constexpr (kKeepsRow) {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      if (begin + round * kStride < k) load<true>(kept[round], source + round * (kThreads * kWords));
+      if (begin + round * kStride < k) load_words(kept[round], source, begin + round * kStride);
     }
   }
   Largest mine;
@@ -96,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int round = 0; round < kRounds; ++round) {
     if constexpr (!kKeepsRow) {
       if (begin + round * kStride >= k) break;
-      load<true>(kept[0], source + round * (kThreads * kWords));
+      load_words(kept[0], source, begin + round * kStride);
     }
     mine.add(kept[kKeepsRow ? round : 0]);
   }
@@ -118,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Words& words = kept[kKeepsRow ? round : 0];
     if constexpr (!kKeepsRow) {
       words = {};
-      if (i < k) load<true>(words, source + round * (kThreads * kWords));
+      if (i < k) load_words(words, source, i);
     }
     float sum = 0.0f;
     Vector<uint32_t, kValues / 4> out;
@@ -144,6 +162,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         sum += to_float(half_t{static_cast<uint16_t>(halves)});
         sum += to_float(half_t{static_cast<uint16_t>(halves >> 16)});
       }
+    }
+    if constexpr (FRAGMENTS) {
+      out = {__byte_perm(out.values[0], out.values[1], 0x5140), __byte_perm(out.values[0], out.values[1], 0x7362)};
     }
     if (i < k) store<true>(reinterpret_cast<uint32_t*>(codes + row * k + i), out);
 #pragma unroll

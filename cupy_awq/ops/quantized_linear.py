@@ -18,6 +18,7 @@ from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.epilogue import EPILOGUE_ACTIVATIONS
+from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.int8 import problem as int8_problem
 from cupy_awq.kernels.int8.gemm_w4a8_mma import GEMM_W4A8_MMA
 from cupy_awq.kernels.int8.problem import Int8Problem
@@ -259,30 +260,31 @@ def int8_preference(
     x that is empty or has another shape or dtype than both operations take.
 
     Args:
-        operand, weight: the same weight for `gemm` and for `linear_int8` or `linear_repacked_int8`.
+        operand, weight: the same weight for `gemm` and for `linear_int8` or `linear_repacked`.
         bias, activation: as in `gemm`.
     """
     spec = operand.spec
     form = check_activation(activation)
-    epilogue = {"bias_dtype": None if bias is None else bias.dtype.name, "activation": form.kind, "limits": form.limits}
+    bias_dtype = None if bias is None else bias.dtype.name
+    epilogue: dict[str, Any] = {"bias_dtype": bias_dtype, "activation": form.kind, "limits": form.limits}
 
-    def make_problems(m: int, dtype: str) -> tuple[RowQuantization, Int8Problem]:
+    def make_problems(m: int, dtype: str) -> tuple[KernelProblem, Int8Problem]:
         if isinstance(weight, RepackedWeight):
             return repacked_linear.make_problems(spec, m, dtype, **epilogue)
         wide = spec.k % 8 == 0 and spec.group_size % 8 == 0
         quantization = RowQuantization(
             m, spec.k, spec.group_size, dtype, symmetric=True, half_even=False, wide=wide, x_stride=spec.k
         )
-        sizes = m, spec.n, spec.k, spec.group_size, weight.bits
-        options = {"zero_points": weight.zero_points is not None, "scale_dtype": weight.exact_scale_dtype}
-        return quantization, Int8Problem(*sizes, False, weight.offset is not None, dtype, **epilogue, **options)
+        form_of_weight = {"zero_points": weight.zero_points is not None, "scale_dtype": weight.exact_scale_dtype}
+        sizes = spec.n, spec.k, spec.group_size, weight.bits, False, weight.offset is not None
+        return quantization, Int8Problem(m, *sizes, dtype, **epilogue | form_of_weight)
 
     @functools.lru_cache(maxsize=1024)
     def is_int8_faster(m: int, dtype: np.dtype[Any]) -> bool:
-        gemm = gemm_problem(operand, form, m, dtype, bias_dtype=epilogue["bias_dtype"])
+        gemm = gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
         quantization, product = make_problems(m, dtype.name)
         gpu = device.of(spec.device)
-        kernel = GEMM_W4A8_MMA.NAME if quantization.fragments else None
+        kernel = GEMM_W4A8_MMA.NAME if isinstance(weight, RepackedWeight) else None
         quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu, kernel)
         return quantized_us < WORTHWHILE * select.modelled_us(gemm, gpu)
 

@@ -94,7 +94,8 @@ def _sampled(index: int) -> Iterator[dict[str, int]]:
         gpu = 0 if pool is None else pool.total_bytes()
         return {"anonymous": resident - shared, "mapped": shared, "locked": locked[0], "gpu": gpu}
 
-    begin, peaks = sizes(), {}
+    begin = sizes()
+    peaks: dict[str, int] = {}
 
     def sample() -> None:
         while not stop.wait(INTERVAL):

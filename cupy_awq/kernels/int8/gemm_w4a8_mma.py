@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_w4a8_mma``: GEMM with mma.sync of int8 activations and packed 4-bit codes, for tens of rows and more."""
+"""``gemm_w4a8_mma``: GEMM with mma.sync of 8-bit activations and packed 4-bit codes, for tens of rows and more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem
 from cupy_awq.kernels.tiling import MmaStreamK, ceil_div, stream_k_divisions, with_stages
 from cupy_awq.kernels.waves import CtaWork, waves_us
 from cupy_awq.runtime.device import Capability, Device
-from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "gemm_w4a8_mma"
 MIN_BLOCK_M = 16
@@ -100,7 +100,7 @@ class GemmW4A8MmaConfig(MmaStreamK):
     def stage_bytes(self, problem: Int8Problem) -> int:
         """Return the size of a pipeline stage in bytes: x with its scales, and the weight."""
         weight = self.warps_n * weight_tile_bytes(problem)
-        return ceil_div(self.block_m * (BLOCK_K + 4) + weight, 128) * 128
+        return ceil_div(self.block_m * (BLOCK_K + (8 if problem.fp8 else 4)) + weight, 128) * 128
 
     def shared_bytes(self, problem: Int8Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
@@ -114,13 +114,12 @@ def weight_tile_bytes(problem: Int8Problem) -> int:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    reason = device.refusal([Capability.MMA_INT8_M8N8K16, Capability.LDMATRIX])
+    product = Capability.MMA_FP8 if problem.fp8 else Capability.MMA_INT8_M8N8K16
+    reason = device.refusal([product, Capability.LDMATRIX])
     if reason is not None:
         return reason
     if device.has(*HOPPER):
         return "serves GPUs on which gemm_w4a8_sm90 cannot run"
-    if problem.fp8:
-        return "takes x of int8, not e4m3"
     if problem.dtype == "float32" or problem.n % 8:
         return f"writes a y of 16 bits whose N is a multiple of 8, not {problem.dtype} and {problem.n}"
     return packed_refusal(problem)
@@ -161,9 +160,9 @@ def _divided(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) ->
 
 
 def plan(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan; of x, the buffers are xq and x_row_scale (one scale per row) or x_scale (per block)."""
+    """Return the launch plan; x has xq, x_row_scale or x_scale (a scale per row or block), and x_sums."""
     defines = (
-        *(item for item in problem.defines(weight_offset=False) if item[0] not in ("BITS", "FP8", "X_OFFSET")),
+        *(item for item in problem.defines(weight_offset=False) if item[0] not in ("BITS", "X_OFFSET")),
         ("SCALE", TYPES[problem.scale_dtype]),
         ("ZEROS", ZEROS["packed" if problem.weight_offset else "symmetric"]),
         *constants(config, "block_m warps_n stages pass_rows ctas_per_sm"),
@@ -172,15 +171,17 @@ def plan(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) -> Lau
         ("STREAM_K", int(config.stream_k_units > 0)),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
-    x_scale, block_size = ("x_row_scale", problem.k) if problem.row_scales else ("x_scale", problem.block_size)
+    has_row_scales = problem.row_scales or problem.fp8
+    x_scale, block_size = ("x_row_scale", problem.k) if has_row_scales else ("x_scale", problem.block_size)
     sizes = (problem.m, problem.n, problem.k, block_size, problem.y_row_stride)
     stream_k = (config.stream_k_units, config.stream_k_ctas)
     scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, problem.limits))
+    x_sums: tuple[Argument, ...] = ("x_sums",) if problem.fp8 else (np.int64(0),)
     return LaunchPlan(
         Kernel(f"int8/{NAME}.cu", NAME, defines, device.target),
         (config.ctas, 1, 1),
         (config.warps_n * 32, 1, 1),
-        (x_scale, "weight", "bias", "y", "partials", "counters", "xq", *scalars),
+        (x_scale, "weight", "bias", "y", "partials", "counters", "xq", *x_sums, *scalars),
         config.shared_bytes(problem),
     )
 
@@ -198,7 +199,7 @@ def prepare_weight(weight: BlockQuantizedWeight, config: Config, problem: Int8Pr
 
 def _fragments(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
     zeros = "packed" if problem.weight_offset else "symmetric"
-    group_size = ceil_div(problem.block_size, WEIGHT_TILE_K) * WEIGHT_TILE_K
+    group_size = ceil_div(weight.block_size, WEIGHT_TILE_K) * WEIGHT_TILE_K
     layout = FragmentLayout(problem.k, problem.n, group_size, problem.scale_dtype, zeros)
     parameters = [scale_bits(weight.scale, problem.scale_dtype)]
     if weight.zero_points is not None:
@@ -245,8 +246,9 @@ def warp_cycles(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device)
     """
     rows = config.block_m // 8
     mmas = 2 * 4 * rows
+    rate = device.rates.mma_fp8 if problem.fp8 else device.rates.mma_int8
     others = 2 * 4 * 14 + 2 * rows + 2 * rows * 4 * (2 if ITEMSIZE[problem.scale_dtype] == 2 else 3) + 80
-    return mmas * COSTS.mma * MMA_PRODUCTS * SCHEDULERS / device.rates.mma_int8 + others * COSTS.issue
+    return mmas * COSTS.mma * MMA_PRODUCTS * SCHEDULERS / rate + others * COSTS.issue
 
 
 GEMM_W4A8_MMA = FunctionFamily(

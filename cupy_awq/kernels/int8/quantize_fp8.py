@@ -36,6 +36,7 @@ class Fp8Quantization(KernelProblem):
         block_size: number of columns whose codes are summed: 8, 16, 32, 64, 128 or 256.
         dtype: dtype of x.
         x_stride: row stride of x in elements.
+        fragments: whether the codes of each 16 columns are in the order that ``gemm_w4a8_mma`` takes.
     """
 
     m: int
@@ -43,8 +44,14 @@ class Fp8Quantization(KernelProblem):
     block_size: int
     dtype: str
     x_stride: int
+    fragments: bool = False
 
-    COMMON = tuple((m, 4096, 128, dtype, 4096) for dtype in ("float16", "bfloat16") for m in (1, 1024))
+    COMMON = tuple(
+        (m, 4096, 128, dtype, 4096, fragments)
+        for dtype in ("float16", "bfloat16")
+        for m in (1, 1024)
+        for fragments in (False, True)
+    )
 
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to e4m3"
@@ -101,6 +108,7 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
         ("ROUNDS", config.rounds(problem)),
         ("KEEPS_ROW", int(config.keeps_row(problem))),
         ("BLOCK_SIZE", problem.block_size),
+        ("FRAGMENTS", int(problem.fragments)),
         ("DEPENDENT", int(dependent)),
     )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)

@@ -49,7 +49,7 @@ def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> M
     """Return a quantized layer with its arrays on the GPU and its columns permuted by ``column_order``."""
     index = placement.resolve()
 
-    def place(a: Array | None) -> Array | None:
+    def place(a: Array | None) -> Any:
         return None if a is None else placement.to_device(a, index)
 
     weight = part.weight
