@@ -51,11 +51,11 @@ class AwqLinear(GemmLayer):
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
             the activations None, "relu", "relu6" and (low, high), and no residual. With "auto", a call quantizes x to
             int8 if the cost models expect this to be faster than multiplying x as it is, and if ``residual`` and
-            ``dtype`` are None. Except on sm_90, kernels multiply 16-bit x and int8 x by one repacked weight, if groups
+            ``dtype`` are None. Except on sm_90, kernels multiply 16-bit and 8-bit x by one repacked weight, if groups
             have a multiple of 128 rows, or all; else the layer stores the layouts of both ways.
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and, from sm_80 on, bfloat16, and cannot be copied, pickled or concatenated. A
-            layer that also needs another layout than the repacked one, as with "fp8", always keeps its AWQ tensors.
+            layer that needs another layout than the repacked one always keeps its AWQ tensors.
         batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
             also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
             group size, the dtypes and the GPU. From sm_75 on, a GEMM of any M may then round each dequantized weight

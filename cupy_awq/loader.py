@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from cupy_awq import checkpoint
-from cupy_awq.check import Array
+from cupy_awq.check import HOST, Array
 from cupy_awq.checkpoint import Contents, Tensor
 from cupy_awq.checkpoint.files import release_pages
 from cupy_awq.linear import AwqLinear
@@ -18,6 +18,9 @@ from cupy_awq.weight import PackedWeight
 REPACK_BYTES = 1 << 22
 """The size in bytes from which a module is repacked on the GPU; for smaller ones, launches take longer than the CPU."""
 
+
+RELEASED_BYTES = 1 << 26
+"""The number of bytes after whose copies to a GPU the pages of the files are released."""
 
 _Item = TypeVar("_Item")
 
@@ -39,6 +42,7 @@ class Checkpoint(Mapping[str, AwqLinear]):
         self._contents = contents
         self._device = device
         self._placed: dict[str, Any] = {}
+        self._copied_bytes = 0  # since the pages of the files were released
 
     @property
     def layers(self) -> Mapping[str, AwqLinear]:
@@ -63,13 +67,16 @@ class Checkpoint(Mapping[str, AwqLinear]):
 
         with placement.use_device(self._device):
             item = self._contents.convert(name, place, min_bytes=REPACK_BYTES)
+            weight: Any = item.array if isinstance(item, Tensor) else item.weight
             if isinstance(item, Tensor):
-                placed = place(item.array)
+                placed = place(weight)
             else:
-                weight = item.weight
                 packed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
                 placed = AwqLinear(packed, bias=place(item.bias), order=place(item.order))
-        release_pages()
+        self._copied_bytes += 0 if self._device == HOST else weight.nbytes
+        if self._copied_bytes > RELEASED_BYTES:
+            release_pages()
+            self._copied_bytes = 0
         return placed
 
     def __contains__(self, name: object) -> bool:
