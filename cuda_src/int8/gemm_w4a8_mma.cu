@@ -18,8 +18,8 @@
 //   stream_k_units, stream_k_ctas   see StreamKTileScheduler
 //
 // Limits: k % 16 == 0; block_size is a multiple of 128, or k; n % 8 == 0; xq starts at a multiple of 16 bytes. Y has 16
-// bits. sm_75 and newer, with ASYNC = 1 sm_80 and newer, with FP8 sm_89 and newer. ALIGNED = 1 requires that the rows of y start at multiples of
-// 16 bytes.
+// bits. sm_75 and newer, with ASYNC = 1 sm_80 and newer, with FP8 sm_89 and newer. ALIGNED = 1 requires that the rows
+// of y start at multiples of 16 bytes.
 //
 // The kernel computes y^T = W^T x^T, as gemm_mma_fragments does: a warp computes 32 columns of the CTA tile and
 // converts their weights (operand A, q - z) in registers once per k tile, for all BLOCK_M rows of x (operand B,

@@ -124,8 +124,8 @@ template <class C> class StageCopies {
   int block_k_tiles_, block_left_;
 };
 
-// The weights of two columns of a lane, g and g + 8, as operand A: q - z, or with FP8 q / 512, which is the e4m3 with the
-// bits of q.
+// The weights of two columns of a lane, g and g + 8, as operand A: q - z, or with FP8 q / 512, which is the e4m3 with
+// the bits of q.
 template <class C> struct WeightColumns {
   float scales[2];     // with FP8, times 512
   uint32_t biases[2];  // 128 - z in each byte, which is added to codes
