@@ -29,7 +29,7 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.decoder.step_graphs import StepGraph
 from cupy_awq.ops.repack import RepackedWeight
-from cupy_awq.runtime import device
+from cupy_awq.runtime import device, placement
 from cupy_awq.tools.testing import random_weight
 from tests import llm_models, simt
 from tests.backends import fewer
@@ -96,6 +96,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     pool = SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
     stub = SimpleNamespace(**functions, empty=empty, cuda=cuda, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", stub)
+    monkeypatch.setattr(placement, "to_device", lambda a, index, dtype=None: a.astype(dtype or a.dtype, copy=False))
+    monkeypatch.setattr(placement, "copy_to", np.copyto)
     monkeypatch.setattr(device, "of", lambda _: device.nominal(90))
     monkeypatch.setattr("cupy_awq.runtime.workspace.allocate_zeros", lambda nbytes: np.zeros(nbytes, np.uint8))
     monkeypatch.setattr("cupy_awq.runtime.placement.use_device", lambda index: contextlib.nullcontext())

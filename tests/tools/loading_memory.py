@@ -2,7 +2,8 @@
 """Print the largest amounts of memory that loading a model takes: ``python -m tests.tools.loading_memory FOLDER``.
 
 A folder that does not exist is filled with a random model first. All figures are in MB, without what the process took
-before: "anonymous" memory, resident pages of files, page-locked memory of CuPy, and memory of the GPU.
+before: "anonymous" memory, "mapped" pages of files and page-locked memory ("locked" alone is CuPy's), and memory of the
+GPU.
 
     python -m tests.tools.loading_memory /tmp/model --device cuda
 """
@@ -100,7 +101,8 @@ def _sampled(index: int) -> Iterator[dict[str, int]]:
     def sample() -> None:
         while not stop.wait(INTERVAL):
             now = {name: size - begin[name] for name, size in sizes().items()}
-            for name, size in {**now, "peak": sum(now.values())}.items():
+            total = sum(now.values()) - now["locked"]
+            for name, size in {**now, "peak": total}.items():
                 peaks[name] = max(peaks.get(name, 0), size)
 
     thread = threading.Thread(target=sample)

@@ -146,10 +146,10 @@ class CudaOps(DecoderOps):
     ) -> Projection:
         quantized = [part for part in parts if isinstance(part, Module)]
         if 1 < len(quantized) == len(parts) and len({upload.form(part) for part in quantized}) == 1:
-            uploaded = [upload.to_gpu(part, column_order) for part in quantized]
+            uploaded = [upload.to_gpu(part, self.device_index, column_order) for part in quantized]
             return self._concatenated(uploaded, "swiglu" if gated else None, quantized[0].order)
         linears = [
-            upload.awq_linear(upload.to_gpu(part, column_order), self._batch_invariant)
+            upload.awq_linear(upload.to_gpu(part, self.device_index, column_order), self._batch_invariant)
             if isinstance(part, Module)
             else self._dense(upload.take_columns(part, column_order))
             for part in parts
@@ -173,7 +173,7 @@ class CudaOps(DecoderOps):
     def make_head(self, part: Linear) -> Projection:
         if not isinstance(part, Module):
             return self._dense(part, np.dtype(np.float32))
-        linear = upload.awq_linear(upload.to_gpu(part), self._batch_invariant)
+        linear = upload.awq_linear(upload.to_gpu(part, self.device_index), self._batch_invariant)
         return lambda x: linear(x).astype(np.float32, copy=False)
 
     def make_steps(

@@ -45,9 +45,8 @@ def take_module_columns(part: Module, order: Array | None) -> Module:
     return Module(PackedWeight(take(weight.qweight, True), take(weight.scales, False), zeros), bias, part.order)
 
 
-def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
-    """Return a quantized layer with its arrays on the GPU and its columns permuted by ``column_order``."""
-    index = placement.resolve()
+def to_gpu(part: Module, index: int, column_order: npt.NDArray[np.int32] | None = None) -> Module:
+    """Return a quantized layer with its arrays on GPU ``index`` and its columns permuted by ``column_order``."""
 
     def place(a: Array | None) -> Any:
         return None if a is None else placement.to_device(a, index)
