@@ -172,6 +172,7 @@ def test_operator_table_is_what_its_command_prints() -> None:
         "cupy_awq/README.md",
         ".github/CONTRIBUTING.md",
         ".github/INSTALL.md",
+        ".github/JETSON.md",
         *(f".github/contributing/{path.name}" for path in (ROOT / ".github" / "contributing").glob("*.md")),
     ],
 )
