@@ -13,7 +13,7 @@ from cupy_awq.kernels.family import SoleConfig
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.ops.packed_experts import PackedExperts
-from cupy_awq.ops.repack import scale_range
+from cupy_awq.ops.repack import find_scaling
 from cupy_awq.runtime.device import Device
 from cupy_awq.tools.testing import random_weight
 from tests.backends import Run
@@ -83,8 +83,7 @@ def repack_experts(run: Run, weight: PackedExperts, here: Device) -> tuple[Array
         tensors = {"qweight": weight.qweight[expert].copy(), "scales": weight.scales[expert].copy(), "qzeros": zeros}
         run(layout.pack(here), {**tensors, "out": part})
         out[expert] = part
-    scales = np.abs(weight.scales.astype(np.float64))
-    exponent, is_wide = scale_range(scales.max(), scales[scales > 0].min(), 15)
+    exponent, is_wide = find_scaling(weight.scales, weight.qzeros, form.zeros)
     return out, form._replace(layout=FRAGMENTS, scale_exponent=exponent, wide_scales=is_wide)
 
 

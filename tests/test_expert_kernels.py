@@ -105,18 +105,20 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
     rows = data.draw(st.sampled_from(["sorted", "pairs", "tokens"]))
     gated = rows != "tokens" and data.draw(st.booleans())
     group_size = data.draw(st.sampled_from([16, 32, 64, 128]))
-    step = 32 if gated else 8
+    arch = data.draw(st.sampled_from([75, 80, 90] if rows == "sorted" else [80, 90]))
+    zeros = data.draw(st.sampled_from(["packed", "symmetric", *(["float"] if rows == "sorted" else [])]))
+    step = 8 if not gated else 32 if arch > 75 and zeros != "float" else 64
     top_k = data.draw(st.sampled_from([1, 2, 3]))
     problem = ExpertProduct(
         rows,
         top_k * data.draw(st.sampled_from([1, 2, 5, 17])),
         data.draw(st.sampled_from([1, 2, 5])),
-        n=data.draw(st.integers(1, 160 // step)) * step,
+        n=data.draw(st.integers(1, 192 // step)) * step,
         k=max(group_size, data.draw(st.sampled_from([64, 320, 704])) // group_size * group_size),
         group_size=group_size,
-        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])) if arch > 75 else "float16",
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
-        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        zeros=zeros,
         block=data.draw(st.sampled_from([8, 16, 32, 48, 64])),
         top_k=top_k,
         x_divisor=data.draw(st.sampled_from([1, top_k])) if rows != "tokens" else 1,
@@ -126,7 +128,7 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
         shared=rows == "tokens" and data.draw(st.booleans()),
         layout="fragments",
     )
-    here = replace(facts(data.draw(st.sampled_from([80, 90])), backend), sm_count=data.draw(st.sampled_from([1, 3])))
+    here = replace(facts(arch, backend), sm_count=data.draw(st.sampled_from([1, 3])))
     choice = data.draw(st.sampled_from(mma_candidates(problem, here)))
     check_product(runner(backend), problem, choice, here, rng, data.draw(st.sampled_from([None, "float32"])))
 
@@ -135,15 +137,17 @@ def test_any_product(backend: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "block", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 32, 48, 64, 80, 96, 128))]
 )
-def test_every_tile(backend: str, block: int) -> None:
+@pytest.mark.parametrize(("arch", "zeros"), [(80, "packed"), (80, "float"), (75, "packed")])
+def test_every_tile(backend: str, block: int, arch: int, zeros: str) -> None:
     """Each layout of warps is right once: with units that have one to all of their rows, and CTAs with several units.
 
     A unit is a block of rows of one expert times the columns of a tile.
     """
     problem = ExpertProduct(
-        "sorted", 3 * block + 5, 3, 192, 704, 64, block=block, activation="silu", gated=True, layout="fragments"
-    )
-    here = replace(facts(80, backend), sm_count=2)
+        "sorted", 3 * block + 5, 3, 192, 704, 64, zeros=zeros, block=block, activation="silu", gated=True,
+        layout="fragments",
+    )  # fmt: skip
+    here = replace(facts(arch, backend), sm_count=2)
     for family, config in mma_candidates(problem, here):
         if config.block_m == block:
             check_product(runner(backend), problem, (family, config), here, np.random.default_rng(block))
@@ -281,7 +285,7 @@ def make_layer(
     ("arch", "dtype", "layout"),
     [
         (60, "bfloat16", AWQ),
-        (75, "float16", AWQ),
+        (75, "float16", FRAGMENTS),
         (80, "bfloat16", AWQ),
         (80, "float16", FRAGMENTS),
         (90, "float16", AWQ),
@@ -300,7 +304,7 @@ def test_layer(backend: str, arch: int, dtype: str, layout: str) -> None:
     expected = float64_layer(x, ids, scale, *weights, "swiglu", shared)
     layer = make_layer(weights, [form for _, form in packed], 5, 3, dtype, True)
     ways = [steps for steps in list_steps(layer) if modelled_us(steps, here) < float("inf")]
-    assert len(ways) == (2 + len(BLOCKS) if layout == FRAGMENTS else len(BLOCKS))
+    assert len(ways) == (2 + len(BLOCKS) if layout == FRAGMENTS and arch >= 80 else len(BLOCKS))
     for steps in [ways[0], *sample(ways[1:], backend, 3, 0)]:
         y = np.full((5, 72), np.nan, x.dtype)
         buffers = {"x": x, "ids": ids.reshape(-1), "weights": scale.reshape(-1), "shared": shared, "y": y}
@@ -314,7 +318,7 @@ def test_layer(backend: str, arch: int, dtype: str, layout: str) -> None:
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
 def test_every_layer_has_a_plan(arch: int, group_size: int) -> None:
     here = device.nominal(arch)
-    layout = "fragments" if arch >= 80 else "awq"
+    layout = "fragments" if arch >= 75 else "awq"
     for hidden, width, experts, top_k in ((2048, 768, 128, 8), (4096, 14336, 8, 2), (512, 512, 512, 10)):
         rng = np.random.default_rng(0)
         forms = [
@@ -330,15 +334,23 @@ def test_every_layer_has_a_plan(arch: int, group_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "zeros"),
+    [
+        (75, "float16", "packed"),
+        (75, "float16", "float"),
+        *((80, dtype, zeros) for dtype in ("float16", "bfloat16") for zeros in ("packed", "float")),
+        (90, "float16", "packed"),
+        (90, "bfloat16", "packed"),
+    ],
+)
 @pytest.mark.parametrize("group_size", [16, 128])
-def test_registers_do_not_spill(arch: int, dtype: str, group_size: int) -> None:
+def test_registers_do_not_spill(arch: int, dtype: str, zeros: str, group_size: int) -> None:
     here = device.nominal(arch)
     for rows in ("pairs", "tokens", "sorted"):
         gated = {"gated": True, "activation": "silu"} if rows != "tokens" else {"row_weights": True}
         problem = ExpertProduct(
-            rows, 64, 128, 1536, 2048, group_size, dtype, block=128, top_k=8, layout="fragments", **gated
+            rows, 64, 128, 1536, 2048, group_size, dtype, zeros=zeros, block=128, top_k=8, layout="fragments", **gated
         )
         for family, config in mma_candidates(problem, here):
             resources = compiler.build(family.plan(config, problem, here).kernel).resources

@@ -48,6 +48,9 @@ LARGE = (
     ExpertProduct("sorted", 120, 2, 192, 704, 64, block=64, top_k=2, x_divisor=2, row_weights=True, **GATED),
     GemmFragmentsConfig("kScaled", 64, 64, 1, 4, 2, 64),
 )
+STAGED = replace(LARGE[0], pairs=40, block=16), GemmFragmentsConfig("kExact", 16, 16, 1, 2, 2, 64, is_async=False)
+"""A launch on sm_75, which copies through registers and has mma of 8 k."""
+OFFSETS = replace(LARGE[0], zeros="float"), LARGE[1]
 PAIRS = (
     ExpertProduct("pairs", 12, 3, 96, 704, 32, top_k=2, x_divisor=2, **GATED),
     ExpertGemmConfig(8, 2, 1, 2, stages=3, depth=1),
@@ -134,6 +137,15 @@ SEEDS: dict[str, Seed] = {
     "accumulators of a large unit are read before all warps have stored them": (
         LARGE, TILES, "result_factor));\n      __syncthreads();", "result_factor));", RACE,
     ),
+    "the pairs of the next unit overwrite those of this one, with copies through registers": (
+        STAGED, TILES, "    __syncthreads();  // unit_pairs are no longer read\n", "", RACE,
+    ),
+    "x of the first 8 k for all 16": (
+        STAGED, "common/mma.cuh", "(c, a[2], a[3], b1)", "(c, a[2], a[3], b0)", VALUES,
+    ),
+    "offsets of the wrong columns": (
+        OFFSETS, "gemm/repacked_layout.cuh", "ld_shared_u32(scales + 32 +", "ld_shared_u32(scales + 28 +", VALUES,
+    ),
     "the first rows in each pass": (LARGE, TILES, "accumulators, first, Group", "accumulators, 0, Group", VALUES),
     "weights of the wrong k tile": (
         PAIRS, LOOP, "at_.k_tile * kWeightTileBytes;", "(at_.k_tile ^ 1) * kWeightTileBytes;", VALUES,
@@ -208,7 +220,8 @@ def outcome(case: Case | str, landing: str) -> str:
         return caught_by(lambda: test_router(landing, 80, {}))
     problem, config = case
     family: AnyFamily = EXPERT_GEMM if isinstance(config, ExpertGemmConfig) else EXPERT_GEMM_TILES
-    return caught_by(lambda: check_product(runner(landing), problem, (family, config), HERE, np.random.default_rng(0)))
+    here = HERE if getattr(config, "is_async", True) else replace(device.nominal(75), sm_count=2)
+    return caught_by(lambda: check_product(runner(landing), problem, (family, config), here, np.random.default_rng(0)))
 
 
 @pytest.mark.slow

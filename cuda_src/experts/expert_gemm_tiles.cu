@@ -12,20 +12,21 @@
 //   x              X [rows, k], row stride ldx values; rows start at multiples of 16 bytes and lie within 2^31 values
 //   scale_factor, result_factor   see gemm_mma_fragments.cu
 //
-// Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0); route_block % BLOCK_M == 0; sm_80 and newer. The number of CTAs
-// does not depend on the routing, which only the GPU knows: CTAs are persistent.
+// Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0); route_block % BLOCK_M == 0; sm_75 and newer, with ASYNC = 1 or
+// bfloat16 sm_80 and newer. The number of CTAs does not depend on the routing, which only the GPU knows: CTAs are
+// persistent.
 #include "experts/expert_unit.cuh"
 #include "gemm/gemm_mma_fragments_epilogue.cuh"
 #include "gemm/gemm_mma_fragments_mainloop.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-static_assert(__CUDA_ARCH__ >= 800, "expert_gemm_tiles needs sm_80");
+static_assert(__CUDA_ARCH__ >= (ASYNC ? 800 : 750), "expert_gemm_tiles needs sm_75, and sm_80 for cp.async");
 
 struct Config : RepackedLayout<SCALE, Zeros::ZEROS, GROUPS>,
                 EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, false>,
                 FusionOptions<false, false, false> {
   using T = X;  // type of x and y
-  static constexpr bool kAligned = true, kAsync = true, kStreamK = false;
+  static constexpr bool kAligned = true, kAsync = ASYNC, kStreamK = false;
   static constexpr bool kDependent = false;  // the kernel waits for the preceding one before it copies
   static constexpr Math kMath = Math::MATH;
   static constexpr int kBlockM = BLOCK_M, kXRows = BLOCK_M;

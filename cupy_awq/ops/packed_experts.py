@@ -9,11 +9,10 @@ import numpy as np
 
 from cupy_awq import check, check_scalar, expert_check
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.experts.expert_gemm import NEEDS
-from cupy_awq.kernels.experts.layer import ExpertForm
+from cupy_awq.kernels.experts.layer import ExpertForm, reads_fragments
 from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
-from cupy_awq.ops.repack import scale_range
+from cupy_awq.ops.repack import find_scaling
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launcher import launch
 
@@ -24,7 +23,7 @@ class PackedExperts:
 
         W[e, k, n] = (q[e, k, n] - z[e, g, n]) * s[e, g, n],  g = k // group_size
 
-    `moe` and `gemm_grouped` take them. NumPy arrays are not copied. On a GPU with tensor cores of sm_80 or newer, the
+    `moe` and `gemm_grouped` take them. NumPy arrays are not copied. On a GPU with tensor cores of sm_75 or newer, the
     weights are repacked once, into the order in which the tensor cores consume them; this synchronizes the stream.
     `cupy_awq.checkpoint.stack` reads stacked weights from a file.
 
@@ -113,12 +112,17 @@ class PackedExperts:
         """Return the properties of the weights in the layout that kernels read for x of a dtype.
 
         Raises:
-            TypeError: x is float32, and the arrays in the AWQ layout are not kept.
+            TypeError: no kernel reads the repacked weights for x of this dtype, such as float32, and the arrays in the
+                AWQ layout are not kept.
         """
-        if self.repacked is None or dtype.itemsize == 2:
+        if self.repacked is None:
+            return self.form
+        gpu = device.of(self.spec.weight.device)
+        served = [name for name in ("float16", "bfloat16") if reads_fragments(self.form, name, gpu)]
+        if dtype.name in served:
             return self.form
         if self.qweight is None:
-            raise TypeError(f"x: expected float16 or bfloat16 for weights without keep_weight=True, got {dtype}")
+            raise TypeError(f"x: expected {' or '.join(served)} for weights without keep_weight=True, got {dtype}")
         return self.form._replace(layout=AWQ)
 
     def __repr__(self) -> str:
@@ -133,7 +137,7 @@ def _repack(
     """Return the weights in the fragment layout and their properties, or None if no kernel of the GPU reads it."""
     gpu = device.of(index)
     layout = FragmentLayout(form.k, form.n, form.group_size, form.scales_dtype, form.zeros)
-    if gpu.refusal(NEEDS) or layout.refusal() or form.zeros == "float":
+    if not reads_fragments(form, form.scales_dtype, gpu):
         return None, form
     import cupy
 
@@ -144,20 +148,9 @@ def _repack(
             zeros = None if qzeros is None else qzeros[expert]
             parts = {"qweight": qweight[expert], "scales": scales[expert], "qzeros": zeros, "out": out[expert]}
             launch(plan, parts, index)
-        # Kernels may read the weights before the preceding kernel finishes (PDL); this copy to the host synchronizes.
-        magnitudes = scales.get().view(np.uint16) & 0x7FFF
-    exponent, is_wide = scale_range(
-        *extreme_scales(magnitudes, scales.dtype), 15 if scales.dtype == np.float16 else 127
-    )
+        # Kernels may read the weights before the preceding kernel finishes (PDL); a copy to the host synchronizes.
+        exponent, is_wide = find_scaling(scales, qzeros, form.zeros)
     return out, form._replace(layout=FRAGMENTS, scale_exponent=exponent, wide_scales=is_wide)
-
-
-def extreme_scales(magnitudes: np.ndarray, dtype: np.dtype[np.generic]) -> tuple[float, float]:
-    """Return the largest and the smallest nonzero scale; ``magnitudes`` holds the scales' bits without the sign."""
-    # Subtracting 1 wraps the bits of a zero to the largest integer, so the minimum is that of the nonzero scales.
-    smallest = min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1
-    largest, least = np.array([magnitudes.max(), smallest], np.uint16).view(dtype)
-    return float(largest), float(least)
 
 
 def check_experts(weight: object, name: str) -> None:

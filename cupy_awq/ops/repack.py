@@ -84,17 +84,26 @@ def repack(weight: PackedWeight) -> PackedWeight:
         strides = tuple(map(arrays.leading_dimension, buffers.values()))
         launch(layout.pack(device.of(spec.device), strides), {**buffers, "out": out}, spec.device)
         # Kernels may read the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
-        # this copy to the host synchronizes. The extremes are computed with NumPy, because CuPy's reductions import
-        # SciPy, which takes 0.6 s.
-        magnitudes = weight.scales.get().view(np.uint16) & 0x7FFF
+        # the copy of the scales to the host synchronizes.
+        return RepackedWeight(weight, out, *find_scaling(weight.scales, weight.qzeros, spec.zeros))
+
+
+def find_scaling(scales: Array, qzeros: Array | None, zeros: str) -> tuple[int, bool]:
+    """Return ``scale_exponent`` and ``wide_scales`` of `Problem` for a weight with these scales and zero points.
+
+    ``zeros`` is the kind of the zero points, as in `Problem`. NumPy computes the extremes, because CuPy's reductions
+    import SciPy, which takes 0.6 s.
+    """
+    host = scales if isinstance(scales, np.ndarray) else scales.get()
+    # 2**15 makes the smallest float16 scale, 2**-24, a normal number; 2**127 is the largest power of two in float32.
+    max_exponent = 15 if host.dtype == np.float16 else 127
+    if zeros == "float":
+        return min(max_exponent, scale_exponent(host, qzeros)), False
+    magnitudes = host.view(np.uint16) & 0x7FFF
     # Subtracting 1 wraps the bits of a zero to the largest integer, so the minimum is that of the nonzero scales.
     extremes = np.array([magnitudes.max(), min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1], np.uint16)
-    # 2**15 makes the smallest float16 scale, 2**-24, a normal number; 2**127 is the largest power of two in float32.
-    max_exponent = 15 if spec.dtype == np.float16 else 127
-    if spec.zeros == "float":
-        return RepackedWeight(weight, out, min(max_exponent, scale_exponent(weight.scales, weight.qzeros)), False)
-    largest, smallest = map(float, extremes.view(spec.dtype))
-    return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
+    largest, smallest = map(float, extremes.view(host.dtype))
+    return scale_range(largest, smallest, max_exponent)
 
 
 def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int, bool]:
@@ -130,7 +139,6 @@ def scale_exponent(scales: Array, offsets: Array | None = None) -> int:
     >>> scale_exponent(np.full((1, 1), 0.001)), scale_exponent(np.ones((1, 1)), np.full((1, 1), 4000.0))
     (15, 0)
     """
-    # NumPy computes the extremes, because CuPy's reductions import SciPy, which takes 0.6 s.
     arrays = (a.get() if hasattr(a, "get") else a for a in (scales, offsets) if a is not None)
     extremes = [float(np.abs(a).max()) for a in arrays]
     largest = 128 * extremes[0] + sum(extremes[1:])

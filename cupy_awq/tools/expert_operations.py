@@ -11,11 +11,16 @@ from cupy_awq import check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.check import Array
 from cupy_awq.expert_check import EXPERT_ACTIVATIONS
-from cupy_awq.kernels.experts.expert_gemm import NEEDS
-from cupy_awq.kernels.experts.layer import ExpertForm, ExpertLayer, choose_block, plan_layer, sorted_product
+from cupy_awq.kernels.experts.layer import (
+    ExpertForm,
+    ExpertLayer,
+    choose_block,
+    plan_layer,
+    reads_fragments,
+    sorted_product,
+)
 from cupy_awq.kernels.experts.problem import expected_touched
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.ops.experts import gemm_grouped
 from cupy_awq.ops.moe_layer import MoeLayer
@@ -132,8 +137,7 @@ def typical_problems(op: str, shape: Shape, m: int, settings: Settings, gpu: Dev
     def form(k: int, n: int) -> ExpertForm:
         group_size = check_scalar.validate_group_size(k, settings.group_size)
         found = ExpertForm(settings.experts, k, n, group_size, "float16", "packed")
-        is_repacked = gpu.refusal(NEEDS) is None and FragmentLayout(k, n, group_size).refusal() is None
-        return found._replace(layout=FRAGMENTS) if is_repacked and settings.dtype != "float32" else found
+        return found._replace(layout=FRAGMENTS) if reads_fragments(found, settings.dtype, gpu) else found
 
     if op == "gemm_grouped":
         product = functools.partial(sorted_product, form(*shape), settings.dtype, m)

@@ -7,14 +7,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks, expected_blocks, expected_touched
 from cupy_awq.kernels.family import FunctionFamily
 from cupy_awq.kernels.gemm.fragments import fragment_refusal
 from cupy_awq.kernels.gemm.gemm_mma_fragments import (
     COSTS,
+    FEW_ROWS,
+    INT8_BLOCK_M,
     MAX_STAGES,
+    NEEDS,
     SCHEDULERS,
+    STAGED_BLOCK_M,
     GemmFragmentsConfig,
+    converts_offsets,
     layouts,
     maths,
     warp_cycles,
@@ -27,9 +33,7 @@ from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "expert_gemm_tiles"
-NEEDS = Capability.MMA_M16N8K16, Capability.LDMATRIX, Capability.CP_ASYNC
-"""The capabilities that the kernel needs."""
-BLOCKS = (16, 32, 48, 64, 80, 96, 128)
+BLOCKS = (8, 16, 32, 48, 64, 80, 96, 128)
 """The largest numbers of rows per unit (a block of rows that take the same expert) to try."""
 GATHERED = 1.14
 """The time with gathered rows and units of several experts, relative to ``gemm_mma_fragments`` (14 layers, H100)."""
@@ -44,7 +48,8 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
         return f"needs x of less than {MAX_X_ELEMENTS} elements"
     if not any(problem.block % block == 0 for block in BLOCKS):
         return f"needs blocks of a multiple of {BLOCKS[0]} rows, not {problem.block}"
-    return fragment_refusal(problem.of_expert(1), device, NEEDS)
+    needs = (*NEEDS, Capability.BFLOAT16) if problem.dtype == "bfloat16" else NEEDS
+    return fragment_refusal(problem.of_expert(1), device, needs, adds_offsets=True)
 
 
 def configs(problem: ExpertProduct, device: Device) -> list[GemmFragmentsConfig]:
@@ -52,9 +57,14 @@ def configs(problem: ExpertProduct, device: Device) -> list[GemmFragmentsConfig]
 
 
 def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsConfig]:
-    for block in BLOCKS:
+    is_async = device.has(Capability.CP_ASYNC)
+    most = BLOCKS[-1] if is_async else STAGED_BLOCK_M
+    if converts_offsets(problem.of_expert(1)):
+        most = INT8_BLOCK_M
+    # With 8 rows, expert_gemm is faster.
+    for block in BLOCKS[EXPERT_GEMM.refusal(problem, device) is None :]:
         unit = problem.of_expert(block)
-        if problem.block % block:
+        if problem.block % block or block > most:
             continue
         for math in maths(unit)[-1:]:
             if math == "kExact" and block > 64:
@@ -62,11 +72,14 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsCo
             for layout in layouts(block, math, unit):
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
+                if layout.weight_tiles > 1 and block > FEW_ROWS and not is_async:
+                    continue  # registers would spill
                 for stage_k in (128, 64):
                     sizes = layout.weight_tiles, layout.warps_n, layout.warps_k, stage_k
-                    shape = GemmFragmentsConfig(math, block, block, *sizes)
+                    shape = GemmFragmentsConfig(math, block, block, *sizes, is_async)
                     reserved = RESERVED_BYTES + 4 * block
-                    config = with_stages(shape, layout.ctas_per_sm, MAX_STAGES, unit, device, reserved)
+                    stages = MAX_STAGES if is_async else 2
+                    config = with_stages(shape, layout.ctas_per_sm, stages, unit, device, reserved)
                     if config is not None:
                         yield config
                         break
@@ -108,6 +121,7 @@ def plan(config: GemmFragmentsConfig, problem: ExpertProduct, device: Device) ->
     defines: tuple[tuple[str, int | str], ...] = (
         *problem.defines(),
         *problem.fragments.defines(),
+        ("ASYNC", int(config.is_async)),
         ("DEPENDENT", int(dependent)),
         *config.defines,
         ("SHARED_BYTES", _shared_bytes(config, problem)),

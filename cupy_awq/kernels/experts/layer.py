@@ -14,7 +14,7 @@ from cupy_awq.kernels.dtypes import ITEMSIZE
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks
 from cupy_awq.kernels.experts.routing import ExpertSum, TokenRouting, TokenSort
 from cupy_awq.kernels.family import KernelProblem, Workspace
-from cupy_awq.kernels.gemm.problem import AWQ
+from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -63,6 +63,16 @@ class ExpertForm(NamedTuple):
             scale_exponent=self.scale_exponent,
             wide_scales=self.wide_scales,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def reads_fragments(form: ExpertForm, dtype: str, device: Device) -> bool:
+    """Return whether kernels of the GPU read the weights in the fragment layout, for x of a dtype, gated or not."""
+    activations = (Activation(),) if form.n % 32 else (Activation(), Activation("silu", gated=True))
+    form = form._replace(layout=FRAGMENTS)
+    products = [replace(form.product(dtype, 8, 1, activation), rows="sorted") for activation in activations]
+    families = select.families(products[0]).values()
+    return all(any(family.refusal(product, device) is None for family in families) for product in products)
 
 
 @dataclass(frozen=True)
