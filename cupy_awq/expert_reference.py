@@ -55,7 +55,9 @@ def choose_experts(router_logits: Array, options: TopK, bias: Array | None) -> t
     return ids.astype(np.int32), weights * np.float32(options.scale)
 
 
-def multiply_rows_by_experts(x: Array, ids: Array, weight: Any, form: Activation) -> Array:
+def multiply_rows_by_experts(
+    x: Array, ids: Array, weight: Any, form: Activation, batch_invariant: bool = False
+) -> Array:
     """Return row i of ``form(x[i] @ W[ids[i]] + bias[ids[i]])`` in float32, for x [M, K] and ids int32 [M]."""
     columns = weight.spec.weight.n // (2 if form.gated else 1)
     y = np.zeros((len(x), columns), np.float32)
@@ -63,10 +65,8 @@ def multiply_rows_by_experts(x: Array, ids: Array, weight: Any, form: Activation
         rows = np.flatnonzero(ids == expert)
         zeros = None if weight.qzeros is None else weight.qzeros[expert]
         bias = None if weight.bias is None else weight.bias[expert]
-        product = reference.matmul(
-            x[rows].astype(np.float32), weight.qweight[expert], weight.scales[expert], zeros, bias=bias
-        )
-        y[rows] = form(product)
+        parts = x[rows].astype(np.float32), weight.qweight[expert], weight.scales[expert], zeros
+        y[rows] = form(reference.matmul(*parts, bias=bias, batch_invariant=batch_invariant))
     return y
 
 
@@ -86,7 +86,14 @@ def list_rows(routing: list[Array], is_blocked: bool, block_size: int, pairs: in
 
 
 def mix_experts(
-    x: Array, topk_ids: Array, topk_weights: Array, gate_up: Any, down: Any, form: Activation, shared: Array | None
+    x: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    gate_up: Any,
+    down: Any,
+    form: Activation,
+    shared: Array | None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Compute `moe` for validated arguments.
 
@@ -94,8 +101,9 @@ def mix_experts(
     """
     m, top_k = topk_ids.shape
     ids, tokens = topk_ids.reshape(-1), np.repeat(np.arange(m), top_k)
-    h = round_once(multiply_rows_by_experts(x[tokens], ids, gate_up, form), x.dtype)
-    pairs = multiply_rows_by_experts(h, ids, down, Activation()).reshape(m, top_k, down.spec.weight.n)
+    h = round_once(multiply_rows_by_experts(x[tokens], ids, gate_up, form, batch_invariant), x.dtype)
+    pairs = multiply_rows_by_experts(h, ids, down, Activation(), batch_invariant)
+    pairs = pairs.reshape(m, top_k, down.spec.weight.n)
     y = np.zeros((m, down.spec.weight.n), FLOAT32)
     for slot in range(top_k):  # adds slot by slot, in the order of the kernels
         y += pairs[:, slot] * topk_weights[:, slot, None]

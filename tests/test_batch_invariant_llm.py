@@ -96,6 +96,8 @@ def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> No
         ("qwen3", False),
         *(pytest.param("qwen2", expands, marks=pytest.mark.slow) for expands in (True, False)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", False), ("qwen3", True))),
+        ("glm4_moe", False),
+        *(pytest.param(family, False, marks=pytest.mark.slow) for family in ("qwen2_moe", "qwen3_moe", "mixtral")),
     ],
 )
 def test_logits_on_the_cpu_do_not_depend_on_the_chunks(tmp_path: Path, family: str, expand_weights: bool) -> None:

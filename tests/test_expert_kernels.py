@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -274,7 +275,7 @@ def test_norm_and_router_in_one_launch(
 
 
 def make_layer(
-    weights: tuple[PackedExperts, PackedExperts], forms: Any, m: int, top_k: int, dtype: str, has_shared: bool
+    weights: Sequence[PackedExperts], forms: Any, m: int, top_k: int, dtype: str, has_shared: bool
 ) -> ExpertLayer:
     k, n = weights[0].shape[1], weights[1].shape[2]
     return ExpertLayer(m, top_k, *forms, dtype, EXPERT_ACTIVATIONS["swiglu"], has_shared, k, n, n if has_shared else 0)
@@ -282,20 +283,20 @@ def make_layer(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("arch", "dtype", "layout"),
+    ("arch", "dtype", "layout", "zeros"),
     [
-        (60, "bfloat16", AWQ),
-        (75, "float16", FRAGMENTS),
-        (80, "bfloat16", AWQ),
-        (80, "float16", FRAGMENTS),
-        (90, "float16", AWQ),
-        (90, "bfloat16", FRAGMENTS),
+        (60, "bfloat16", AWQ, "packed"),
+        (75, "float16", FRAGMENTS, "packed"),
+        (80, "bfloat16", AWQ, "float"),
+        (80, "float16", FRAGMENTS, "packed"),
+        (90, "float16", AWQ, "symmetric"),
+        (90, "bfloat16", FRAGMENTS, "packed"),
     ],
 )
-def test_layer(backend: str, arch: int, dtype: str, layout: str) -> None:
+def test_layer(backend: str, arch: int, dtype: str, layout: str, zeros: str) -> None:
     """Each way to compute a layer (some, if simulated) gives the sum over the experts, also with ids of none."""
     rng, here, run = np.random.default_rng(arch), replace(facts(arch, backend), sm_count=3), runner(backend)
-    weights = random_experts(rng, 6, 128, 128, 32), random_experts(rng, 6, 64, 72, 32)
+    weights = [random_experts(rng, 6, *shape, 32, zeros=zeros) for shape in ((128, 128), (64, 72))]
     x, shared = (rng.standard_normal((5, n)).astype(DTYPES[dtype]) for n in (128, 72))
     ids, scale = rng.integers(-1, 7, (5, 3)).astype(np.int32), rng.uniform(0, 1, (5, 3)).astype(np.float32)
     packed = [

@@ -17,10 +17,11 @@ from cupy_awq import MoeLayer, PackedExperts, llm
 from cupy_awq.check import BFLOAT16, FLOAT16, HOST
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.kernels import select
+from cupy_awq.kernels.experts.routing import MAX_ROUTED_WIDTH
 from cupy_awq.llm.decoder import cuda_experts
 from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.step_graphs import StepGraph
-from cupy_awq.llm.families.description import LinearSpec
+from cupy_awq.llm.families.description import LinearSpec, Router
 from cupy_awq.llm.files.model_files import DenseLinear
 from cupy_awq.ops import experts, moe_layer, packed_experts
 from cupy_awq.runtime import arrays, device
@@ -158,11 +159,14 @@ def test_experts_that_kernels_do_not_take_are_named(simulated: None, change: str
         cuda_experts.stack_experts(pairs)
 
 
-def test_a_batch_invariant_model_with_experts_is_refused_on_a_gpu(tmp_path: Path, simulated: None) -> None:
-    files = llm.read(write_quantized(tmp_path, llm_models.EXPERT_FAMILIES["mixtral"]))
-    message = r"model\.layers\.0: batch_invariant: expected False for a mixture of experts on a GPU"
-    with pytest.raises(ValueError, match=message):
-        build_model(files, SimulatedOps(files.config, 0, FLOAT16, batch_invariant=True))
+@pytest.mark.parametrize(("m", "width"), [(1, MAX_ROUTED_WIDTH + 8), (cuda_experts.MAX_ROUTED_TOKENS + 1, 64)])
+def test_norm_and_router_are_separate_for_wide_models_and_many_tokens(simulated: None, m: int, width: int) -> None:
+    """The residual stream is as before when no kernel computes the norm and the router together."""
+    router = Router(LinearSpec("mlp.gate", width, 4), 2, True)
+    mixture: Any = SimpleNamespace(_options=router, _batch_invariant=False, _logits=SimpleNamespace(parts=1))
+    h, delta, norm = (np.ones((m, width), element) for element in (np.float32, np.float16, np.float32))
+    assert cuda_experts.Mixture.mix_stream(mixture, h, delta, SimpleNamespace(weight=norm, eps=1e-6)) is None
+    assert (h == 1).all()
 
 
 @pytest.mark.gpu

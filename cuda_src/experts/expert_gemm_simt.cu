@@ -23,8 +23,9 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 using ZeroPoint = Select<kZeros == Zeros::kOffset, SCALE, uint32_t>;
 
 // Adds the products of one row of x with the columns of word `word` of an expert's weight.
-__device__ __forceinline__ void multiply(float (&sums)[8], const X* x, const uint32_t* qweight, const SCALE* scales,
-                                         const ZeroPoint* zeros, int word, int n, int k, int group_size) {
+template <class Zero> __device__ __forceinline__ void multiply(float (&sums)[8], const X* x, const uint32_t* qweight,
+                                                               const SCALE* scales, const Zero* zeros, int word, int n,
+                                                               int k, int group_size) {
   const int words = n / 8;
   for (int group = 0; group < k / group_size; ++group) {
     float of_codes[8] = {};

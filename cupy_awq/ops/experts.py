@@ -102,6 +102,7 @@ def moe(
     activation: str = "swiglu",
     shared: Array | None = None,
     out: Array | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Return the weighted sum of each token's experts, plus the result of a shared expert.
 
@@ -123,6 +124,7 @@ def moe(
             h = g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = min(max(up, -7), 7).
         shared: array [M, N] of x's dtype to add, such as the result of a shared expert, or None.
         out: array [M, N] of x's dtype to fill and return; it may be ``shared``.
+        batch_invariant: True to give each row of y the same bits whatever the other tokens and their number.
 
     Returns:
         y, [M, N] of x's dtype.
@@ -142,16 +144,17 @@ def moe(
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared=shared, out=out
     )
     form, shape = validate_moe(x, topk_ids, topk_weights, gate_up, down, activation, shared, out)
+    invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
     index, element = gate_up.spec.weight.device, x.dtype
     if index == HOST:
-        y = expert_reference.mix_experts(x, topk_ids, topk_weights, gate_up, down, form, shared)
+        y = expert_reference.mix_experts(x, topk_ids, topk_weights, gate_up, down, form, shared, invariant)
         return arrays.deliver(y, out)
     with placement.use_device(index):
         y = _aligned_result(out, shape, element, index)
         if len(x):
             x, shared = readable(x), None if shared is None else readable(shared)
             routing = contiguous(topk_ids), contiguous(topk_weights)
-            _launch(*plan_moe(x, *routing, gate_up, down, form, shared, y), index)
+            _launch(*plan_moe(x, *routing, gate_up, down, form, shared, y, invariant), index)
         return arrays.deliver(y, out)
 
 
@@ -196,6 +199,7 @@ def plan_moe(
     form: Activation,
     shared: Array | None,
     y: Array,
+    batch_invariant: bool,
 ) -> tuple[Steps, dict[str, Array | None]]:
     """Return the launches of `moe` for valid arrays on a GPU that kernels can read, and the buffers by name."""
     layer = ExpertLayer(
@@ -209,6 +213,7 @@ def plan_moe(
         arrays.leading_dimension(x),
         arrays.leading_dimension(y),
         arrays.leading_dimension(shared),
+        batch_invariant,
     )
     buffers = {"x": x, "ids": ids, "weights": weights, "shared": shared, "y": y}
     buffers |= {f"gate_up.{name}": a for name, a in gate_up.buffers.items()}
@@ -227,6 +232,7 @@ def gemm_grouped(
     activation: str | None = None,
     row_scale: Array | None = None,
     out: Array | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Return the product of each row of x with the weight of its expert.
 
@@ -245,6 +251,7 @@ def gemm_grouped(
         activation: None; or one of those of `moe`, for W of gate and up projections, so that y has N / 2 columns.
         row_scale: float32 [M * top_k], contiguous, or None.
         out: array with the shape and dtype of y to fill and return.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number.
 
     On a GPU, offsets are not checked: rows that they do not cover are not written, nothing is accessed out of bounds,
     and the call can be captured in a CUDA graph.
@@ -268,6 +275,7 @@ def gemm_grouped(
     element, spec = expert_check.validate_rows(x, weight.spec), weight.spec
     form = expert_check.validate_expert_activation(activation, required=False)
     top_k = check_scalar.validate_integer(top_k, "top_k", 1)
+    invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
     index, pairs = spec.weight.device, len(x) * top_k
     shape = pairs, check.out_features(spec.weight.n, form)
     is_blocked = isinstance(offsets, tuple)
@@ -285,15 +293,14 @@ def gemm_grouped(
     if index == HOST:
         y = np.zeros(shape, element) if out is None else out
         rows, ids = expert_reference.list_rows(routing, is_blocked, block_size or 0, pairs)
-        product = expert_reference.multiply_rows_by_experts(x[rows // top_k], ids, weight, form)
+        product = expert_reference.multiply_rows_by_experts(x[rows // top_k], ids, weight, form, invariant)
         y[rows] = round_once(product if row_scale is None else product * row_scale[rows, None], element)
         return y
     with placement.use_device(index):
         y = _aligned_result(out, shape, element, index)
         if pairs:
-            steps = _grouped_steps(
-                weight, element, pairs, top_k, form, row_scale is not None, block_size, len(routing[0]), index
-            )
+            sizes = block_size, len(routing[0]), index
+            steps = _grouped_steps(weight, element, pairs, top_k, form, row_scale is not None, *sizes, invariant)
             buffers = {f"weight.{name}": a for name, a in weight.buffers.items()}
             buffers |= {"x": contiguous(x), "row_scale": row_scale, "y": y}
             if is_blocked:
@@ -314,15 +321,16 @@ def _grouped_steps(
     block_size: int | None,
     capacity: int,
     index: int,
+    invariant: bool,
 ) -> Steps:
     """Return the launches of `gemm_grouped`: a sort, unless the rows are in blocks already, and the product."""
     gpu, weights = device.of(index), weight.form_for(element)
     arguments = weights, element.name, pairs
     if block_size is not None:
-        return Steps((sorted_product(*arguments, block_size, top_k, form, has_scale, capacity),), {})
-    block = choose_block(sorted_product(*arguments, 8, top_k, form, has_scale).problem, gpu)
+        return Steps((sorted_product(*arguments, block_size, top_k, form, has_scale, capacity, invariant),), {})
+    block = choose_block(sorted_product(*arguments, 8, top_k, form, has_scale, 0, invariant).problem, gpu)
     sort, scratch = sort_step(pairs, weights.experts, block, True, "offsets")
-    return Steps((sort, sorted_product(*arguments, block, top_k, form, has_scale)), scratch)
+    return Steps((sort, sorted_product(*arguments, block, top_k, form, has_scale, 0, invariant)), scratch)
 
 
 def _launch(steps: Steps, buffers: Mapping[str, Array | None], index: int) -> None:

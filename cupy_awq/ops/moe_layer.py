@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.check import HOST, Array
 from cupy_awq.ops.experts import bind_steps, contiguous, moe, plan_moe, readable, validate_layer, validate_moe
 from cupy_awq.ops.packed_experts import PackedExperts
@@ -18,7 +18,7 @@ class MoeLayer:
 
     Args:
         gate_up, down: the weights, as for `moe`.
-        activation: the activation, as for `moe`.
+        activation, batch_invariant: as for `moe`.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value, or the weights do not fit each other.
@@ -33,10 +33,19 @@ class MoeLayer:
     (array([220., 220.], dtype=float16), True)
     """
 
-    __slots__ = ("activation", "down", "gate_up")
+    __slots__ = ("activation", "batch_invariant", "down", "gate_up")
 
-    def __init__(self, gate_up: PackedExperts, down: PackedExperts, /, *, activation: str = "swiglu") -> None:
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        /,
+        *,
+        activation: str = "swiglu",
+        batch_invariant: bool = False,
+    ) -> None:
         validate_layer(gate_up, down, activation)
+        self.batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
     def __call__(
@@ -50,8 +59,8 @@ class MoeLayer:
         out: Array | None = None,
     ) -> Array:
         """Return `moe` of the arguments, which raises its errors."""
-        options: dict[str, Any] = {"activation": self.activation, "shared": shared, "out": out}
-        return moe(x, topk_ids, topk_weights, self.gate_up, self.down, **options)
+        options: dict[str, Any] = {"activation": self.activation, "batch_invariant": self.batch_invariant}
+        return moe(x, topk_ids, topk_weights, self.gate_up, self.down, shared=shared, out=out, **options)
 
     def plan(
         self,
@@ -108,7 +117,8 @@ class MoePlan:
                 for name, a in {**operands, "out": self.out}.items():
                     if a is not None and read.get(name, contiguous)(a) is not a:
                         raise ValueError(f"{name}: expected aligned, contiguous rows, got {check.describe(a)}")
-                self._prepare(plan_moe(x, topk_ids, topk_weights, *weights, form, shared, self.out), index)
+                parts = x, topk_ids, topk_weights, *weights, form, shared, self.out, layer.batch_invariant
+                self._prepare(plan_moe(*parts), index)
 
     def _prepare(self, planned: tuple[Any, dict[str, Array | None]], index: int) -> None:
         """Load the kernels and compute the arguments of their launches."""

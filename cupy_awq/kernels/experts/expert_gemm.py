@@ -16,7 +16,7 @@ from cupy_awq.kernels.experts.problem import (
     count_blocks,
     expected_blocks,
 )
-from cupy_awq.kernels.family import FunctionFamily
+from cupy_awq.kernels.family import FunctionFamily, Reduction
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.kernels.hopper import SCHEDULERS, p_norm
@@ -207,6 +207,19 @@ def count_units(config: ExpertGemmConfig, problem: ExpertProduct) -> int:
     return count_blocks(problem.pairs, problem.experts, problem.block) * (problem.block // config.block_m)
 
 
+def reduction(config: ExpertGemmConfig, problem: ExpertProduct) -> Reduction | None:
+    """Return the order of the additions along K, or None for the sum over the slots of a token.
+
+    Without chains it is that of ``gemm_mma_fragments``.
+    """
+    if problem.rows == "tokens":
+        return None
+    math = f"mma with accumulators scaled after {min(WEIGHT_TILE_K, problem.group_size)} rows"
+    if config.block_m == 8 and problem.fragments.groups == 1:
+        math += ", in two chains"
+    return Reduction(math, (0,), config.warps_k, 1 if config.warps_k > 1 else 0)
+
+
 def plan(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
@@ -290,4 +303,6 @@ def estimate_us(config: ExpertGemmConfig, problem: ExpertProduct, device: Device
     return COSTS.end_us + fill_us + p_norm((latency_us, sm_us, memory_us), COSTS.norm)
 
 
-EXPERT_GEMM = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS)
+EXPERT_GEMM = FunctionFamily(
+    NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS, reduction=reduction
+)

@@ -7,7 +7,7 @@ import numpy as np
 
 from cupy_awq.kernels.dtypes import TYPES, ZEROS
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks
-from cupy_awq.kernels.family import FunctionFamily, SoleConfig
+from cupy_awq.kernels.family import FunctionFamily, Reduction, SoleConfig
 from cupy_awq.kernels.gemm.problem import AWQ
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.runtime.device import Capability, Device
@@ -34,6 +34,10 @@ def configs(problem: ExpertProduct, device: Device) -> list[SoleConfig]:
 
 def estimate_us(config: SoleConfig, problem: ExpertProduct, device: Device) -> float:
     return problem.pairs * problem.n / 8 * problem.k * PRODUCT_US / device.sm_count
+
+
+def reduction(config: SoleConfig, problem: ExpertProduct) -> Reduction:
+    return Reduction("float32 sums of a group, multiplied by its scale", (0,))
 
 
 def plan(config: SoleConfig, problem: ExpertProduct, device: Device) -> LaunchPlan:
@@ -69,4 +73,4 @@ def plan(config: SoleConfig, problem: ExpertProduct, device: Device) -> LaunchPl
     return LaunchPlan(kernel, (ctas, 1, 1), (THREADS, 1, 1), arguments, dependent=dependent)
 
 
-EXPERT_GEMM_SIMT = FunctionFamily(NAME, configs, estimate_us, plan, refusal, layout=AWQ)
+EXPERT_GEMM_SIMT = FunctionFamily(NAME, configs, estimate_us, plan, refusal, layout=AWQ, reduction=reduction)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq.kernels.experts.expert_gemm import EXPERT_GEMM
 from cupy_awq.kernels.experts.problem import ExpertProduct, count_blocks, expected_blocks, expected_touched
-from cupy_awq.kernels.family import FunctionFamily
+from cupy_awq.kernels.family import FunctionFamily, Reduction
 from cupy_awq.kernels.gemm.fragments import fragment_refusal
 from cupy_awq.kernels.gemm.gemm_mma_fragments import (
     COSTS,
@@ -21,10 +21,12 @@ from cupy_awq.kernels.gemm.gemm_mma_fragments import (
     STAGED_BLOCK_M,
     GemmFragmentsConfig,
     converts_offsets,
+    invariant_layouts,
     layouts,
     maths,
     warp_cycles,
 )
+from cupy_awq.kernels.gemm.gemm_mma_fragments import reduction as reduction_of_expert
 from cupy_awq.kernels.gemm.layouts import WEIGHT_TILE_K
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.kernels.tiling import RESERVED_BYTES, ceil_div, with_stages
@@ -61,15 +63,17 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsCo
     most = BLOCKS[-1] if is_async else STAGED_BLOCK_M
     if converts_offsets(problem.of_expert(1)):
         most = INT8_BLOCK_M
-    # With 8 rows, expert_gemm is faster.
-    for block in BLOCKS[EXPERT_GEMM.refusal(problem, device) is None :]:
+    # With 8 rows, expert_gemm is faster, but its order of additions may be another one.
+    is_faster = EXPERT_GEMM.refusal(problem, device) is None and not problem.batch_invariant
+    for block in BLOCKS[is_faster:]:
         unit = problem.of_expert(block)
         if problem.block % block or block > most:
             continue
-        for math in maths(unit)[-1:]:
-            if math == "kExact" and block > 64:
+        for math in maths(unit) if problem.batch_invariant else maths(unit)[-1:]:
+            is_scarce = not is_async and problem.fragments.groups > 2
+            if math == "kExact" and block > (FEW_ROWS if is_scarce else 64):
                 continue  # registers would spill to local memory
-            for layout in layouts(block, math, unit):
+            for layout in invariant_layouts(block, math) if problem.batch_invariant else layouts(block, math, unit):
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
                 if layout.weight_tiles > 1 and block > FEW_ROWS and not is_async:
@@ -82,7 +86,8 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsCo
                     config = with_stages(shape, layout.ctas_per_sm, stages, unit, device, reserved)
                     if config is not None:
                         yield config
-                        break
+                        if not problem.batch_invariant:
+                            break
 
 
 def _shared_bytes(config: GemmFragmentsConfig, problem: ExpertProduct) -> int:
@@ -157,4 +162,10 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
     return rates.launch_us + GATHERED * waves_us(tiles, config.ctas_per_sm, work, device)
 
 
-EXPERT_GEMM_TILES = FunctionFamily(NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS)
+def reduction(config: GemmFragmentsConfig, problem: ExpertProduct) -> Reduction | None:
+    return reduction_of_expert(config, problem.of_expert(config.block_m))
+
+
+EXPERT_GEMM_TILES = FunctionFamily(
+    NAME, configs, estimate_us, plan, refusal, needs=NEEDS, layout=FRAGMENTS, reduction=reduction
+)

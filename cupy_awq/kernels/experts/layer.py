@@ -87,6 +87,7 @@ class ExpertLayer:
         activation: the gated activation between the projections.
         has_shared: whether the result of a shared expert is added.
         ldx, ldy, ld_shared: row strides in elements.
+        batch_invariant: whether the bits of a row of y must not depend on the other tokens.
     """
 
     m: int
@@ -99,6 +100,7 @@ class ExpertLayer:
     ldx: int
     ldy: int
     ld_shared: int
+    batch_invariant: bool = False
 
 
 class Step(NamedTuple):
@@ -201,7 +203,9 @@ def _sorted_rows(layer: ExpertLayer, block: int) -> Steps:
 def _products(layer: ExpertLayer) -> tuple[ExpertProduct, ExpertProduct]:
     pairs = layer.m * layer.top_k
     gate_up = layer.gate_up.product(layer.dtype, pairs, layer.top_k, layer.activation)
-    return gate_up, layer.down.product(layer.dtype, pairs, layer.top_k, Activation())
+    down = layer.down.product(layer.dtype, pairs, layer.top_k, Activation())
+    invariant = layer.batch_invariant
+    return replace(gate_up, batch_invariant=invariant), replace(down, batch_invariant=invariant)
 
 
 def list_steps(layer: ExpertLayer) -> Iterator[Steps]:
@@ -244,6 +248,7 @@ def sorted_product(
     activation: Activation,
     row_weights: bool,
     capacity: int = 0,
+    batch_invariant: bool = False,
 ) -> Step:
     """Return the grouped product of rows that are sorted in blocks; the arguments are fields of `ExpertProduct`."""
     product = replace(
@@ -253,6 +258,7 @@ def sorted_product(
         capacity=capacity,
         x_divisor=x_divisor,
         row_weights=row_weights,
+        batch_invariant=batch_invariant,
     )
     buffers = {**weight_buffers("weight"), **ROUTING, **WORKSPACE, "row_weights": "row_scale", "shared": ""}
     return Step(product, {**buffers, "x": "x", "y": "y"})

@@ -16,6 +16,9 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.tiling import ceil_div, next_tuned_m
 
 Rows = Literal["sorted", "pairs", "tokens"]
+SAMPLED_SIZES = ((1, 8), (8, 8), (64, 8), (512, 16), (4096, 64))
+"""The numbers of pairs, and of rows per block, at which run times determine the reduction of a batch-invariant weight.
+"""
 MAX_TOKEN_SLOTS = 32
 """The largest number of experts per token whose weighted sum one CTA computes."""
 
@@ -83,6 +86,7 @@ class ExpertProduct(KernelProblem):
             all experts together.
         shared: with "tokens", whether the result of a shared expert is added to y.
         ldx, ldy, ld_shared: row strides of x, y and the shared expert's result in elements; 0 for contiguous arrays.
+        batch_invariant: whether the bits of a row of y must not depend on the other rows.
     """
 
     rows: Rows
@@ -110,6 +114,7 @@ class ExpertProduct(KernelProblem):
     ldx: int = 0
     ldy: int = 0
     ld_shared: int = 0
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         return (
@@ -138,6 +143,24 @@ class ExpertProduct(KernelProblem):
         """The tuning key: form of the rows, experts, K and N, and the number of pairs rounded up by `next_tuned_m`."""
         name = f"experts {self.rows} {self.experts} {self.k}x{self.n}{' gated' if self.gated else ''}"
         return TuningKey((name,), self.pairs, next_tuned_m(self.pairs))
+
+    def reduction_samples(self) -> tuple[ExpertProduct, ...]:
+        """Return batch-invariant products with the same weights and dtype of x, for SAMPLED_SIZES."""
+        form = (self.experts, self.n, self.k, self.group_size, self.dtype, self.scales_dtype, self.zeros)
+        return tuple(
+            ExpertProduct(
+                "sorted",
+                pairs,
+                *form,
+                block=block,
+                activation="silu" if self.gated else None,
+                gated=self.gated,
+                layout=self.layout,
+                wide_scales=self.wide_scales,
+                batch_invariant=True,
+            )
+            for pairs, block in SAMPLED_SIZES
+        )
 
     @property
     def routed_rows(self) -> int:
@@ -175,6 +198,7 @@ class ExpertProduct(KernelProblem):
             layouts=(self.layout,),
             scale_exponent=self.scale_exponent,
             wide_scales=self.wide_scales,
+            batch_invariant=self.batch_invariant,
         )
 
     @property

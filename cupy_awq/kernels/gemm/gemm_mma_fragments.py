@@ -183,7 +183,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmFragmentsConfig]:
     for how in maths(problem) if is_async or problem.batch_invariant else maths(problem)[-1:]:
         for block_m in _heights(problem.m, how, most, 8 if problem.bits == 4 else 16):
             x_rows = min(block_m, next_power_of_two(problem.m))
-            some = _invariant_layouts(block_m, how) if problem.batch_invariant else layouts(block_m, how, problem)
+            some = invariant_layouts(block_m, how) if problem.batch_invariant else layouts(block_m, how, problem)
             for layout in some:
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue
@@ -271,7 +271,7 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     return Layout(1, 4, 1, 2), Layout(1, 4, 2), Layout(1, 8, 1)
 
 
-def _invariant_layouts(block_m: int, math: Math) -> tuple[Layout, ...]:
+def invariant_layouts(block_m: int, math: Math) -> tuple[Layout, ...]:
     """Return the layouts to try for a batch-invariant weight: with 2 slices for every M, and with 4 for M up to 32."""
     if block_m <= 16:
         return Layout(1, 1, 2, 8), Layout(1, 1, 4, 4), Layout(1, 2, 2, 4), Layout(1, 2, 4, 2)

@@ -166,9 +166,7 @@ class CudaOps(DecoderOps):
         return project
 
     def make_experts(self, *parts: Any) -> Projection:
-        if self._batch_invariant:
-            raise ValueError("batch_invariant: expected False for a mixture of experts on a GPU, got True")
-        return cuda_experts.Mixture(self, self.dtype, *parts)
+        return cuda_experts.Mixture(self, self.dtype, self._batch_invariant, *parts)
 
     def make_head(self, part: Linear) -> Projection:
         if not isinstance(part, Module):

@@ -13,7 +13,7 @@ from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels.decoder import decoder as kernels
 from cupy_awq.kernels.experts.layer import plan_routing
-from cupy_awq.kernels.experts.routing import ExpertChoice
+from cupy_awq.kernels.experts.routing import MAX_ROUTED_WIDTH, ExpertChoice
 from cupy_awq.llm.decoder import upload
 from cupy_awq.llm.decoder.backend import MlpWeights
 from cupy_awq.llm.decoder.cuda_steps import LaunchingOps
@@ -21,6 +21,7 @@ from cupy_awq.llm.decoder.forward import Norm, Projection
 from cupy_awq.llm.families.description import Experts, LinearSpec, Mlp
 from cupy_awq.llm.files.model_files import DenseLinear, Linear
 from cupy_awq.ops.experts import moe, topk
+from cupy_awq.ops.moe_layer import MoeLayer
 from cupy_awq.ops.packed_experts import PackedExperts
 from cupy_awq.runtime import placement
 
@@ -38,6 +39,7 @@ class Mixture:
         self,
         ops: LaunchingOps,
         dtype: np.dtype[Any],
+        batch_invariant: bool,
         spec: Experts,
         router: Linear,
         bias: npt.NDArray[Any] | None,
@@ -48,8 +50,9 @@ class Mixture:
         import cupy
 
         self._ops, self._dtype, self._options = ops, dtype, spec.router
+        self._batch_invariant = batch_invariant
         self._logits = _DenseLogits(ops, dtype, spec.router.linear, router)
-        self._shared = _make_shared(ops, dtype, spec, shared, shared_gate)
+        self._shared = _make_shared(ops, dtype, batch_invariant, spec, shared, shared_gate)
         self._weights = _stack_mlps([spec.mlp(i) for i in range(len(experts))], experts)
         self._bias = None if bias is None else cupy.asarray(bias.astype(np.float32))
         self._counters = cupy.zeros(MAX_ROUTED_TOKENS, np.uint32)
@@ -76,7 +79,8 @@ class Mixture:
 
         options, width = self._options, h.shape[-1]
         m, experts = h.size // width, options.linear.n
-        if m > MAX_ROUTED_TOKENS or self._logits.parts > 1:
+        is_large = m > MAX_ROUTED_TOKENS or width > MAX_ROUTED_WIDTH or self._logits.parts > 1
+        if self._batch_invariant or is_large:
             return None
         groups, is_sigmoid, has_bias = options.groups or (1, 1), options.scoring == "sigmoid", self._bias is not None
         choice = ExpertChoice(
@@ -93,7 +97,8 @@ class Mixture:
 
     def _mix(self, rows: Array, ids: Array, weights: Array) -> Array:
         """Return the weighted sum of each token's experts, plus the result of the shared expert."""
-        return moe(rows, ids, weights, *self._weights, shared=None if self._shared is None else self._shared(rows))
+        shared = None if self._shared is None else self._shared(rows)
+        return moe(rows, ids, weights, *self._weights, shared=shared, batch_invariant=self._batch_invariant)
 
 
 class _DenseLogits:
@@ -126,7 +131,12 @@ class _DenseLogits:
 
 
 def _make_shared(
-    ops: LaunchingOps, dtype: np.dtype[Any], spec: Experts, weights: MlpWeights | None, gate: Linear | None
+    ops: LaunchingOps,
+    dtype: np.dtype[Any],
+    batch_invariant: bool,
+    spec: Experts,
+    weights: MlpWeights | None,
+    gate: Linear | None,
 ) -> Projection | None:
     """Return the function from rows of x to the result of the shared expert, if there is one, times its gate.
 
@@ -138,8 +148,8 @@ def _make_shared(
         project, leave = ops.make_projection(weights[:2], gated=True), ops.make_projection(weights[2:])
         return lambda x: leave(project(x))
     logits = _DenseLogits(ops, dtype, spec.shared_gate, gate)
-    gate_up, down = _stack_mlps([spec.shared], [weights])
-    return lambda x: moe(x, *topk(logits(x), 1, renormalize=False, scoring="sigmoid"), gate_up, down)
+    layer = MoeLayer(*_stack_mlps([spec.shared], [weights]), batch_invariant=batch_invariant)
+    return lambda x: layer(x, *topk(logits(x), 1, renormalize=False, scoring="sigmoid"))
 
 
 def _stack_mlps(specs: Sequence[Mlp], mlps: Sequence[MlpWeights]) -> tuple[PackedExperts, PackedExperts]:
