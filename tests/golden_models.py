@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from cupy_awq.packing import pack_int4
-from tests import llm_models
+from tests import llm_models, packers
+from tests.packers import Packed
 
 FILE = Path(__file__).parent / "golden_logits.npz"
 """The float32 logits [tokens, vocab] by family."""
@@ -63,16 +64,52 @@ def write_folder(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def write_quantized(path: Path, config: dict[str, Any]) -> Path:
-    """Write the model with the linear layers of its decoder layers in AutoAWQ's format and return its folder."""
+GROUP = 32
+"""The group size of quantized files."""
+
+
+def packed(name: str, k: int, n: int) -> Packed:
+    """Return the quantized weight [k, n] of the linear layer whose dense weight [n, k] is the tensor ``name``."""
+    codes = np.ascontiguousarray(golden_codes(name, (n, k)).T)
+    scales = np.full((k // GROUP, n), golden_scale(name, (n, k)), np.float16)
+    return Packed(codes, np.full((k // GROUP, n), 8, np.uint8), scales, GROUP, np.arange(k, dtype=np.int32) // GROUP)
+
+
+AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq", "sym": True}
+FORMATS: dict[str, tuple[Callable[[Packed], dict[str, Any]], Callable[[Packed], dict[str, np.ndarray]]]] = {
+    "awq": (lambda w: {"quantization_config": AWQ}, packers.awq_gemm),
+    "gptq": (lambda w: {"quantization_config": GPTQ}, lambda w: packers.gptq(w, 1)),
+    "compressed-tensors": (
+        lambda w: {"quantization_config": packers.compressed_tensors_config(w)}, packers.compressed_tensors,
+    ),
+    "mlx": (
+        lambda w: {"quantization": {"bits": 4, "group_size": GROUP}}, lambda w: packers.mlx(w, packers.offsets_of(w)),
+    ),
+}  # fmt: skip
+"""The settings that ``config.json`` adds, and the function that packs a weight, by format."""
+
+
+def write_quantized(path: Path, config: dict[str, Any], form: str = "awq") -> Path:
+    """Write the model with the linear layers of its decoder layers in a 4-bit format and return its folder.
+
+    MLX files hold the experts of a projection as one tensor, ``switch_mlp.<projection>``, also those of Mixtral.
+    """
     path, found = write_folder(path, config), golden_tensors(config)
+    settings, pack = FORMATS[form]
+    stacked: dict[str, list[np.ndarray]] = {}
     for module, (k, n) in llm_models.linears(config).items():
-        name = f"{module}.weight"
-        del found[name]
-        found[f"{module}.qweight"] = pack_int4(np.ascontiguousarray(golden_codes(name, (n, k)).T))
-        found[f"{module}.scales"] = np.full((k // 16, n), golden_scale(name, (n, k)), np.float16)
-        found[f"{module}.qzeros"] = pack_int4(np.full((k // 16, n), 8, np.uint8))
-    save_file(found, path / "model.safetensors")
-    quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16, "zero_point": True}
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        weight = packed(f"{module}.weight", k, n)
+        del found[f"{module}.weight"]
+        layer, experts, last = module.partition(".experts.")
+        for part, a in pack(weight).items():
+            if form == "mlx" and experts:
+                projection = last.partition(".")[2]
+                projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(projection, projection)
+                stacked.setdefault(f"{layer}.switch_mlp.{projection}.{part}", []).append(a)
+            else:
+                found[f"{module}.{part}"] = a
+    found |= {name: np.stack(parts) for name, parts in stacked.items()}
+    save_file({name: np.ascontiguousarray(a) for name, a in found.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**config, **settings(weight)}))
     return path

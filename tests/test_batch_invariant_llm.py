@@ -101,7 +101,8 @@ def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> No
     ],
 )
 def test_logits_on_the_cpu_do_not_depend_on_the_chunks(tmp_path: Path, family: str, expand_weights: bool) -> None:
-    files = llm.read(llm_models.folder(tmp_path, llm_models.FAMILIES[family], plain=("1.mlp.up_proj",)))
+    known = {**llm_models.FAMILIES, **llm_models.EXPERT_FAMILIES}
+    files = llm.read(llm_models.folder(tmp_path, known[family], plain=("1.mlp.up_proj",)))
     ops = NumpyOps(files.config, expand_weights=expand_weights, batch_invariant=True)
     model = build_model(files, ops)
     alone = logits_of(model, PROMPT)
@@ -120,9 +121,10 @@ def test_greedy_texts_are_equal_alone_in_a_batch_and_in_any_chunks(tmp_path: Pat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
+@pytest.mark.parametrize("family", [*llm_models.FAMILIES, *llm_models.EXPERT_FAMILIES])
 def test_logits_on_the_gpu_do_not_depend_on_the_chunks(tmp_path: Path, family: str) -> None:
-    config = {**llm_models.FAMILIES[family], "hidden_size": 128, "intermediate_size": 128}
+    known = {**llm_models.FAMILIES, **llm_models.EXPERT_FAMILIES}
+    config = {**known[family], "hidden_size": 128, "intermediate_size": 128}
     folder = llm_models.folder(tmp_path, config, group=64)
     model = llm.load(folder, device=0, batch_invariant=True).model
     alone = logits_of(model, PROMPT)

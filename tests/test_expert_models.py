@@ -74,26 +74,27 @@ def launched(monkeypatch: pytest.MonkeyPatch, simulated: None) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "form"),
     [
-        ("glm4_moe", FLOAT16),
-        *(pytest.param(family, FLOAT16, marks=pytest.mark.slow) for family in ("mixtral", "qwen2_moe", "qwen3_moe")),
-        pytest.param("qwen2_moe", BFLOAT16, marks=pytest.mark.slow),
+        ("glm4_moe", FLOAT16, "awq"),
+        *(pytest.param(family, FLOAT16, "awq", marks=pytest.mark.slow) for family in ("mixtral", "qwen2_moe")),
+        pytest.param("qwen3_moe", FLOAT16, "mlx", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", BFLOAT16, "awq", marks=pytest.mark.slow),
     ],
 )
 def test_logits_of_all_kernels_are_those_of_transformers(
-    tmp_path: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch, family: str, dtype: Any
+    tmp_path: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch, family: str, dtype: Any, form: str
 ) -> None:
     """Logits of a prompt and of single tokens are right; a shared expert's gate runs as a router of one expert.
 
     One kernel computes RMSNorm and router of a single token, separate kernels those of the prompt.
     """
     monkeypatch.setattr(cuda_experts, "MAX_ROUTED_TOKENS", 2)
-    files = llm.read(write_quantized(tmp_path, llm_models.EXPERT_FAMILIES[family]))
+    files = llm.read(write_quantized(tmp_path, llm_models.EXPERT_FAMILIES[family], form))
     model = build_model(files, SimulatedOps(files.config, 0, dtype))
     found, wanted = simulated_logits(model, IDS[:4], 3), np.load(FILE)[family][:4]
     assert np.abs(found - wanted).max() <= (0.01 if dtype == FLOAT16 else 0.08) * np.abs(wanted).max()
-    assert {"choose_experts", "expert_gemm"} <= set(launched)
+    assert {"choose_experts", "expert_gemm" if form == "awq" else "expert_gemm_tiles"} <= set(launched)
 
 
 @pytest.mark.parametrize("m", [0, 1, 9])

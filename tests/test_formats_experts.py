@@ -58,7 +58,7 @@ FUSED: list[tuple[str, str, dict[str, Any], Pack]] = [
     ),
     (
         "block_sparse_moe.switch_mlp.up_proj.{}",
-        "block_sparse_moe.experts.{}.up_proj",
+        "block_sparse_moe.experts.{}.w3",
         {"quantization": {"bits": 4, "group_size": GROUP}},
         mlx,
     ),

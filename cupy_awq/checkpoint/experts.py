@@ -28,6 +28,10 @@ FUSED = ("switch_mlp", "experts")
 """The name components that mark a fused module, which holds all experts of a layer."""
 
 
+MIXTRAL_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""The names of the projections of an expert of Mixtral and MiniMax-M2 by those in MLX's files."""
+
+
 def rename_fused(names: Iterable[str]) -> dict[str, str]:
     """Map the names of fused tensors that join module and part with an underscore to the usual names, with a dot.
 
@@ -51,11 +55,15 @@ def name_expert(name: str, expert: int) -> str | None:
 
     >>> name_expert("model.layers.0.mlp.switch_mlp.up_proj", 3)
     'model.layers.0.mlp.experts.3.up_proj'
+    >>> name_expert("model.layers.0.block_sparse_moe.switch_mlp.up_proj", 3)
+    'model.layers.0.block_sparse_moe.experts.3.w3'
     """
     parent, _, projection = name.rpartition(".")
     layer, _, fused = parent.rpartition(".")
     if fused not in FUSED:
         return None
+    if fused == "switch_mlp" and layer.rpartition(".")[2] == "block_sparse_moe":
+        projection = MIXTRAL_PROJECTIONS.get(projection, projection)
     return f"{layer}.experts.{expert}.{projection}" if layer else f"experts.{expert}.{projection}"
 
 
