@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH, get_tensor_name_map
+from safetensors.numpy import load_file
 
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
@@ -18,6 +20,7 @@ from cupy_awq.llm.decoder.build import build_model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.files.convert import convert
 from tests import llm_models
+from tests.golden_models import write_quantized
 from tests.logits import logits_of
 
 
@@ -63,6 +66,41 @@ def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> Non
     found = llm_models.tensors(llm_models.EXPERT_FAMILIES["qwen3_moe"])
     change_experts(found, change)
     llm_models.save_file(found, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_a_stacked_tensor_beside_one_of_an_expert_is_named(tmp_path: Path) -> None:
+    """In an MLX file of Mixtral, ``switch_mlp.up_proj`` has all experts' w3; a second w3 of one expert is an error."""
+    path = write_quantized(tmp_path, llm_models.EXPERT_FAMILIES["mixtral"], "mlx")
+    found, layer = load_file(path / "model.safetensors"), "model.layers.1.block_sparse_moe"
+    for part in ("weight", "scales", "biases"):
+        found[f"{layer}.experts.3.w3.{part}"] = found[f"{layer}.switch_mlp.up_proj.{part}"][3].copy()
+    llm_models.save_file(found, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected a unique name, got 'model.*1.*experts\.3\.w3' twice"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "groups: expected a divisor of 8 experts .*, got 3 and 2"),
+        ({"n_group": 8, "topk_group": 4}, "groups: expected .* two experts a group, .*, got 8 and 4"),
+        ({"topk_group": 5}, "groups: expected .* at most as many to keep, got 4 and 5"),
+        ({"topk_group": 1}, r"top_k: expected an integer in 1\.\.2, got 3"),
+        (
+            {"n_routed_experts": 6, "n_group": 1},
+            r"mlp\.gate\.weight: expected shape \(6, 64\), got \(8, 64\)",
+        ),
+    ],
+)
+def test_a_configuration_that_the_experts_contradict_is_refused(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    config = llm_models.EXPERT_FAMILIES["glm4_moe"]
+    path = write_quantized(tmp_path, config)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, **changes}))
     with pytest.raises(CheckpointError, match=message):
         load(path)
 

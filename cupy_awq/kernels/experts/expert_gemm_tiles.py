@@ -70,9 +70,11 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[GemmFragmentsCo
         if problem.block % block or block > most:
             continue
         for math in maths(unit) if problem.batch_invariant else maths(unit)[-1:]:
-            is_scarce = not is_async and problem.fragments.groups > 2
-            if math == "kExact" and block > (FEW_ROWS if is_scarce else 64):
-                continue  # registers would spill to local memory
+            exact_most = 48 if problem.batch_invariant else 64  # registers would spill with more rows
+            if not is_async and problem.fragments.groups > 2:
+                exact_most = FEW_ROWS
+            if math == "kExact" and block > exact_most:
+                continue
             for layout in invariant_layouts(block, math) if problem.batch_invariant else layouts(block, math, unit):
                 if problem.gated and layout.weight_tiles * layout.warps_n % 2:
                     continue

@@ -16,7 +16,7 @@ from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS, Problem
 from cupy_awq.kernels.tiling import ceil_div, next_tuned_m
 
 Rows = Literal["sorted", "pairs", "tokens"]
-SAMPLED_SIZES = ((1, 8), (8, 8), (64, 8), (512, 16), (4096, 64))
+SAMPLED_SIZES = ((1, 8), (8, 8), (64, 8), (512, 16), (4096, 384))
 """The numbers of pairs, and of rows per block, at which run times determine the reduction of a batch-invariant weight.
 """
 MAX_TOKEN_SLOTS = 32
