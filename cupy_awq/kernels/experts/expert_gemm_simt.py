@@ -37,6 +37,7 @@ def estimate_us(config: SoleConfig, problem: ExpertProduct, device: Device) -> f
 
 
 def reduction(config: SoleConfig, problem: ExpertProduct) -> Reduction:
+    """Return the order of the additions along K, the only one."""
     return Reduction("float32 sums of a group, multiplied by its scale", (0,))
 
 

@@ -165,6 +165,7 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
 
 
 def reduction(config: GemmFragmentsConfig, problem: ExpertProduct) -> Reduction | None:
+    """Return the order of the additions along K, which is that of ``gemm_mma_fragments``."""
     return reduction_of_expert(config, problem.of_expert(config.block_m))
 
 
