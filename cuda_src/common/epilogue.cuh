@@ -38,17 +38,24 @@ template <class T, class Options> struct Epilogue {
       value = value < low ? low : value;
       return value > high ? high : value;
     } else if constexpr (Options::kActivation == Activation::kSilu) {
-      return value / (1.0f + expf(-value));
+      return divided(value, -value);
     } else if constexpr (Options::kActivation == Activation::kGelu) {
       const float inner = 0.7978845608028654f * (value + 0.044715f * value * value * value);
       return 0.5f * value * (1.0f + tanhf(inner));
     } else if constexpr (Options::kActivation == Activation::kClampedsilu) {
       const float gate = value > 7.0f ? 7.0f : value;
-      return gate / (1.0f + expf(-1.702f * gate));
+      return divided(gate, -1.702f * gate);
     } else {
       static_assert(Options::kActivation == Activation::kNone, "activate() lacks a case of Activation");
       return value;
     }
+  }
+
+  // Returns value / (1 + exp(exponent)). 16-bit results need not be exact to the last bit of float32, which takes twice
+  // as many instructions, and a branch per division.
+  static __device__ __forceinline__ float divided(float value, float exponent) {
+    if constexpr (sizeof(T) == 2) return __fdividef(value, 1.0f + __expf(exponent));
+    return value / (1.0f + expf(exponent));
   }
 
   // Returns an accumulator plus the bias of its column.
