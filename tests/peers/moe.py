@@ -11,13 +11,16 @@ A model is hidden x width with experts and top_k. ``--random SEED`` draws six mo
 from the ids to the weighted sum, in a CUDA graph whose calls have a routing of their own, over copies of the weights of
 which consecutive calls touch more than 170 MB. ``--skewed`` draws expert e with a weight of 1 / rank. The roofline is
 max(bytes of touched experts, x and y / read bandwidth, flops / fp16 rate), both as `bench` measures them. The first
-tokens are checked against float32. With ``--libraries``, which needs PyTorch, "marlin" is vLLM's kernel with its sort,
+tokens are checked against float64. With ``--libraries``, which needs PyTorch, "marlin" is vLLM's kernel with its sort,
 SwiGLU and sum.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
+import itertools
 import json
 import math
 import random
@@ -31,12 +34,15 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cupy_awq import MoeLayer, PackedExperts, expert_reference
+from cupy_awq import MoeLayer, PackedExperts
 from cupy_awq.expert_check import EXPERT_ACTIVATIONS
-from cupy_awq.runtime import placement
+from cupy_awq.kernels.experts.layer import ExpertForm, ExpertLayer, plan_layer
+from cupy_awq.kernels.gemm.problem import FRAGMENTS
+from cupy_awq.runtime import device, placement
+from cupy_awq.runtime.launch_plan import Kernel
 from cupy_awq.tools import bench, timing
 from cupy_awq.tools.table import render
-from tests.peers.random_problems import geometric_mean, log_uniform, rows
+from tests.peers.random_problems import build, compile_pool, geometric_mean, log_uniform, rows
 
 GROUP = 128
 COLD_BYTES = 170e6
@@ -49,6 +55,8 @@ POOL = (1 << 24) - 3
 """The number of random values, which are repeated to fill the weights."""
 CHECKED = 2
 """The number of tokens that are checked."""
+SLICES = 32
+"""The number of slices of K into which the check divides a product."""
 BANDS = (8, 64, 512, 4096)
 """The largest number of tokens of each range over which figures are summarized."""
 
@@ -101,29 +109,64 @@ def draw_ids(rng: np.random.Generator, m: int, model: Model, skewed: bool) -> np
     return np.argsort(-scores, axis=1)[:, : model.top_k].astype(np.int32)
 
 
+@functools.cache
+def random_pools(seed: int) -> tuple[Any, Any]:
+    """Return random words and scales on the GPU."""
+    import cupy
+
+    rng = np.random.default_rng(seed)
+    words, scales = rng.integers(-(2**31), 2**31, POOL, np.int32), rng.uniform(2e-3, 6e-3, POOL)
+    return cupy.asarray(words), cupy.asarray(scales.astype(np.float16))
+
+
+@functools.cache
+def column_products() -> Any:
+    """Return a kernel that multiplies x [k] by slices of W [k, n] in the AWQ layout: float64 [slices, n]."""
+    import cupy
+
+    loop = f"""
+        const long long column = i % width, shift = 4 * (column % 8 / 2 + column % 2 * 4);
+        y = 0;
+        for (long long row = i / width; row < k; row += slices) {{
+            const long long group = row / {GROUP};
+            const int code = q[(row * width + column) / 8] >> shift & 15;
+            const int zero = z[(group * width + column) / 8] >> shift & 15;
+            y += x[row] * static_cast<double>((code - zero) * static_cast<float>(s[group * width + column]));
+        }}"""
+    arrays = "raw int32 q, raw float16 s, raw int32 z, raw float64 x, int64 k, int64 width, int64 slices"
+    return cupy.ElementwiseKernel(arrays, "float64 y", loop, "column_products")
+
+
 class Weights:
     """The weights of one projection of all experts on the GPU, in the AWQ layout: qweight, scales, qzeros."""
 
     def __init__(self, count: int, k: int, n: int, seed: int) -> None:
         import cupy
 
-        rng, groups = np.random.default_rng(seed), k // GROUP
-        words = cupy.asarray(rng.integers(-(2**31), 2**31, POOL, np.int32))
-        scales = cupy.asarray(rng.uniform(2e-3, 6e-3, POOL).astype(np.float16))
+        words, scales = random_pools(seed)
 
         def repeated(pool: Any, *shape: int) -> Any:
             return cupy.tile(pool, -(-math.prod(shape) // POOL))[: math.prod(shape)].reshape(shape)
 
-        self.qweight, self.qzeros = (repeated(words, count, rows, n // 8) for rows in (k, groups))
-        self.scales = repeated(scales, count, groups, n)
+        self.qweight, self.qzeros = (repeated(words, count, rows, n // 8) for rows in (k, k // GROUP))
+        self.scales = repeated(scales, count, k // GROUP, n)
 
-    def pack(self) -> PackedExperts:
-        """Return a copy of the weights that cupy_awq has repacked for its kernels."""
-        return PackedExperts(self.qweight, self.scales, self.qzeros)
+    def pack(self, copies: int) -> list[PackedExperts]:
+        """Return copies of the weights that cupy_awq has repacked for its kernels."""
+        packed = [PackedExperts(self.qweight, self.scales, self.qzeros)]
+        for _ in range(copies - 1):
+            packed.append(copy.copy(packed[0]))
+            object.__setattr__(packed[-1], "repacked", packed[0].repacked.copy())  # the dataclass is frozen
+        return packed
 
-    def take(self, ids: np.ndarray) -> PackedExperts:
-        """Return the weights of the experts ``ids`` on the CPU, for the reference."""
-        return PackedExperts(*(np.stack([a[i].get() for i in ids]) for a in (self.qweight, self.scales, self.qzeros)))
+    def multiply(self, x: np.ndarray, expert: int) -> np.ndarray:
+        """Return the product of one row with the weights of an expert in float64."""
+        import cupy
+
+        _, k, words = self.qweight.shape
+        slices = cupy.empty((SLICES, 8 * words), np.float64)
+        arrays = self.qweight[expert], self.scales[expert], self.qzeros[expert], cupy.asarray(x, np.float64)
+        return np.asarray(column_products()(*arrays, k, 8 * words, SLICES, slices).get().sum(axis=0))
 
 
 class Case:
@@ -146,12 +189,14 @@ class Case:
 
 
 def reference(case: Case, gate_up: Weights, down: Weights) -> np.ndarray:
-    """Return y of the first tokens of the first routing, with float32 arithmetic."""
-    ids = case.host_ids[0][:CHECKED]
-    known, places = np.unique(ids, return_inverse=True)
-    x, scale = case.x[:CHECKED].get().astype(np.float32), case.scale[:CHECKED].get()
-    parts = places.reshape(ids.shape), scale, gate_up.take(known), down.take(known)
-    return expert_reference.mix_experts(x, *parts, EXPERT_ACTIVATIONS["swiglu"], None)
+    """Return y of the first tokens of the first routing, computed in float64 by a kernel of a few lines."""
+    x, scale = case.x[:CHECKED].get(), case.scale[:CHECKED].get()
+    y = np.zeros(x.shape)
+    for token, experts in enumerate(case.host_ids[0][:CHECKED]):
+        for slot, expert in enumerate(experts):
+            gate, up = np.split(gate_up.multiply(x[token], expert), 2)
+            y[token] += scale[token, slot] * down.multiply(gate / (1 + np.exp(-gate)) * up, expert)
+    return y
 
 
 def ours(weights: list[tuple[PackedExperts, PackedExperts]], case: Case) -> list[Callable[[], Any]]:
@@ -160,6 +205,16 @@ def ours(weights: list[tuple[PackedExperts, PackedExperts]], case: Case) -> list
     return [
         layers[i % len(layers)].plan(case.x, ids, case.scale, out=case.out) for i, ids in enumerate(case.ids)
     ]  # fmt: skip
+
+
+def chosen(model: Model, m: int) -> list[Kernel]:
+    """Return the kernels that cupy_awq takes for a layer of ``m`` tokens."""
+    gpu, sizes = device.of(0), (model.experts, model.hidden, 2 * model.width, GROUP)
+    gate_up = ExpertForm(*sizes, "float16", "packed", layout=FRAGMENTS)
+    down = gate_up._replace(k=model.width, n=model.hidden)
+    swiglu, width = EXPERT_ACTIVATIONS["swiglu"], model.hidden
+    layer = ExpertLayer(m, model.top_k, gate_up, down, "float16", swiglu, False, width, width, width)
+    return [plan.kernel for plan, _ in plan_layer(layer, gpu).plans(gpu)]
 
 
 def marlin(model: Model, gate_up: Weights, down: Weights) -> Callable[[Case], list[Callable[[], Any]]]:
@@ -238,6 +293,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     models = draw_models(args.random) if args.random is not None else {name: MODELS[name] for name in args.models}
     ms = args.ms or (rows(args.random) if args.random is not None else [1, 2, 4, 8, 16, 64, 256, 1024, 4096])
+    with compile_pool() as pool:
+        kernels = dict.fromkeys(kernel for cell in itertools.product(models.values(), ms) for kernel in chosen(*cell))
+        list(pool.map(build, kernels, itertools.repeat("cubin" if device.of(0).is_native else "ptx")))
     ceilings = bench._ceilings(0)
     gpu = placement.device_name(0)
     print(f"{gpu}: {ceilings}", flush=True)
@@ -248,7 +306,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         projections = (model.hidden, 2 * model.width, 1), (model.width, model.hidden, 2)
         gate_up, down = (Weights(model.experts, *sizes) for sizes in projections)
         peers: dict[str, Any] = {}
-        weights = [(gate_up.pack(), down.pack()) for _ in range(model.copies)]
+        weights = list(zip(gate_up.pack(model.copies), down.pack(model.copies), strict=True))
         peers["ours"] = lambda case, weights=weights: ours(weights, case)
         if args.libraries:
             peers["marlin"] = marlin(model, gate_up, down)
