@@ -153,11 +153,16 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
     ),
     "no zeros past the end of K": (WGMMA, MAIN, "chunk * 8 < k ? 16 : 0", "chunk * 8 < k ? 16 : 16", OUTSIDE),
     "no zeros in blocks without pairs": (
-        WGMMA, MAIN, "block < C::kBlockM / 8;", "block < end_block;", ("uninitialised", "uninitialised"),
+        WGMMA, MAIN, "block < blocks;", "block < end_block;", ("uninitialised", "uninitialised"),
     ),
     "the up projection of other columns": (
         GATED, MAIN, "n / 2 / kWeightTileN", "n / 4 / kWeightTileN", VALUES,
     ),
+    "a claim is read before it is shared": (
+        WGMMA, MAIN, "tile.claimed = claimed;\n    sync();", "tile.claimed = claimed;", RACE,
+    ),
+    "a claim that starts one tile too late": (WGMMA, MAIN, "+ gridDim.x + tile", "+ gridDim.x + 1 + tile", VALUES),
+    "a lower tile than the rows need": (WGMMA, STORE, "if (end <= kLower) {", "if (end <= kLower + 15) {", VALUES),
     "partial sums of other CTAs are left out": (
         STREAM, MAIN, "scheduler.adds_partial_sums() ? scheduler.first_sharer() :", "", DEADLOCK,
     ),
@@ -168,8 +173,7 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
         STREAM, STORE, "return tile.first_cta >= 0;", "return true;", DEADLOCK,
     ),
     "the k tiles of another part": (
-        STREAM, MAIN, "uniform(tile.k_tile_begin), uniform(tile.k_tile_end), lane", "0, uniform(tile.k_tile_end), lane",
-        DEADLOCK,
+        STREAM, MAIN, "uniform(tile.end()), uniform(tile.k_tile_begin)", "uniform(tile.end()), 0", DEADLOCK,
     ),
     "the weight of another row": (WGMMA, STORE, "+ my_row + v % 2]", "+ my_row]", VALUES),
     "padding is stored": (WGMMA, STORE, "if (pair < 0 || column", "if (column", OUTSIDE),

@@ -10,7 +10,8 @@
 //   y              X [pairs, n] (gated: [pairs, n / 2]), row stride ldy values
 //   sorted_pairs, expert_ids, sorted_count   the arrays of sort_tokens.cu with blocks of route_block pairs
 //   partials       float32, with stream_k: accumulators of tiles that CTAs share, see reduce_shared_unit
-//   counters       uint32, with stream_k: zero before and after the launch
+//   counters       uint32, zero before and after the launch: the number of claimed tiles; with stream_k, those of
+//                  reduce_shared_unit follow
 //   x              X [rows, k], row stride ldx values; rows start at multiples of 16 bytes and lie within 2^31 values
 //   scale_factor, result_factor   see gemm_sm90_large.cu
 //
@@ -18,8 +19,10 @@
 // [0, experts) have no row of y.
 //
 // CTAs are persistent, as only the GPU knows the number of tiles: a tile is a unit (BLOCK_M rows of one expert) times
-// WARPGROUPS * M64_TILES * 64 columns. With stream_k, CTAs share the k tiles of the first tiles (tile_scheduler.cuh),
-// so that no SM idles where tiles are few. TMA cannot gather rows, so x is copied by cp.async. Behind the consumers,
+// WARPGROUPS * M64_TILES * 64 columns, or fewer rows: HEIGHTS are BLOCK_M and the other heights that have a main loop.
+// With stream_k, CTAs share the k tiles of the first tiles (tile_scheduler.cuh), so that no SM idles where tiles are
+// few. A CTA claims its other tiles, but for the first, one by one, as low tiles take less time. TMA cannot gather
+// rows, so x is copied by cp.async. Behind the consumers,
 //
 //   three row warps   find out the tiles and their rows, copy x to the stages, and the weight by TMA
 //   one signaler      waits for the copies of x and announces each stage to the consumers. Only its fence orders the
@@ -68,6 +71,7 @@ template <class C> struct RowWarps {
   const float* row_weights;
   const T* x;
   int pairs, experts, x_divisor, ldx, k;
+  uint32_t* claims;
   int units_per_id;  // number of units for each element of expert_ids
   typename C::Scheduler scheduler;
   unsigned reciprocal = 0xffffffffu / x_divisor;
@@ -76,6 +80,7 @@ template <class C> struct RowWarps {
   bool is_leader = ptx::elect();
   // The expert, pairs and row weights of the scheduler's tile, the next to announce, loaded early.
   bool has_next = false;
+  int claimed = 0;  // in thread 0
   int expert = -1;
   int my_pairs[kMine];
   float my_weights[kMine];
@@ -135,6 +140,17 @@ template <class C> struct RowWarps {
     sync();
     return tile.end();
   }
+  // Claims the next tile of this CTA, if none that is its own is left; share_claim() tells all row warps which one.
+  __device__ __forceinline__ void claim() {
+    const int claimable = scheduler.m_blocks * scheduler.n_blocks - scheduler.stream_k_units;
+    if (thread == 0 && is_claiming()) claimed = atomicInc(claims, claimable - 1);
+  }
+  __device__ __forceinline__ void share_claim(typename C::Tile& tile) {
+    if (thread == 0) tile.claimed = claimed;
+    sync();
+    if (is_claiming()) scheduler.next_own_unit = scheduler.stream_k_units + gridDim.x + tile.claimed;
+  }
+  __device__ __forceinline__ bool is_claiming() const { return scheduler.unit >= scheduler.stream_k_units; }
   static __device__ __forceinline__ void sync() { ptx::barrier_sync(kBarrier, kThreads); }
 
   // Copies a k tile of the weight; one lane of each row warp issues a part of the copies.
@@ -153,9 +169,10 @@ template <class C> struct RowWarps {
   }
 
   // Copies 128 k of the rows of a tile, 16 lanes those of a row. Zeros take the place of blocks of 8 rows without
-  // pairs, from `end_block` on, and of k past the end; of padding among the pairs, row 0 of x does. These warps share
-  // the schedulers with the consumers, so the loop must have few instructions.
-  __device__ __forceinline__ void copy_x(const typename C::Tile& tile, int end_block, int stage_idx, int k_tile) const {
+  // pairs, from `end_block` to `blocks`, and of k past the end; of padding among the pairs, row 0 of x does. These
+  // warps share the schedulers with the consumers, so the loop must have few instructions.
+  __device__ __forceinline__ void copy_x(const typename C::Tile& tile, int end_block, int blocks, int stage_idx,
+                                         int k_tile) const {
     const int chunk = thread % 16;
     const int odd = thread / 16 % 2;
     const uint32_t target =
@@ -181,7 +198,7 @@ template <class C> struct RowWarps {
       advance();
     }
 #pragma unroll 1
-    for (; block < C::kBlockM / 8; block += C::kRowWarps) {
+    for (; block < blocks; block += C::kRowWarps) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) ptx::cp_async_16(targets[i], source, 0);
       advance();
@@ -199,8 +216,10 @@ template <class C> struct RowWarps {
       pipeline.producer_acquire(state);  // so no other warp reads the tile that had this slot
       typename C::Tile& tile = announced[slot];
       const int end = announce(tile);
-      load_next();
+      claim();
       if (end == 0) {
+        share_claim(tile);
+        load_next();
         sync();  // the slot is no longer read
         load_weights();
         continue;
@@ -208,14 +227,19 @@ template <class C> struct RowWarps {
       const TileColumns<C> columns(weight + tile.expert * expert_bytes,
                                    tile.n_block * (C::kGated ? C::kWeightTiles / 2 : C::kWeightTiles), 0, n, k);
       const int k_tile_begin = tile.k_tile_begin, k_tile_end = tile.k_tile_end;
+      const int blocks = lowest_height<HEIGHTS>(end) / 8;
       for (int k_tile = k_tile_begin; k_tile < k_tile_end; ++k_tile) {
         if (k_tile > k_tile_begin) pipeline.producer_acquire(state);
         if (is_leader) copy_weight(columns, n, state.stage_idx, k_tile);
-        copy_x(tile, ceil_div(end, 8), state.stage_idx, k_tile);
+        copy_x(tile, ceil_div(end, 8), blocks, state.stage_idx, k_tile);
         ptx::cp_async_mbarrier_arrive_noinc(copied(state.stage_idx));
         if (thread == 0) ptx::mbarrier_arrive(copied(state.stage_idx));  // orders `tile` before the signal
         state.advance();
-        if (k_tile == k_tile_begin) load_weights();
+        if (k_tile == k_tile_begin) {
+          share_claim(tile);
+          load_next();
+        }
+        if (k_tile == min(k_tile_begin + 1, k_tile_end - 1)) load_weights();
       }
       slot = slot + 1 == C::kTiles ? 0 : slot + 1;
     }
@@ -280,9 +304,10 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
       const C::Tile& tile = announced[slot];
       if (uniform(tile.n_block) < 0) break;
       C::Accumulators accumulators = {};
-      loop.run(accumulators, state, uniform(tile.k_tile_begin), uniform(tile.k_tile_end), lane);
+      run_lowest<HEIGHTS>(loop, accumulators, state, uniform(tile.end()), uniform(tile.k_tile_begin),
+                          uniform(tile.k_tile_end), lane);
       const AnnouncedShare<C::Tile> share{tile};
-      if (!reduce_shared_unit<C>(accumulators, share, warpgroup, partials, counters)) continue;
+      if (!reduce_shared_unit<C>(accumulators, share, warpgroup, partials, counters + 1)) continue;
       const BIAS* expert_bias = C::kHasBias ? bias + static_cast<int64_t>(tile.expert) * n : nullptr;
       const Epilogue<X, C> epilogue{expert_bias, nullptr, 0, 0, n, 0};
       store_pairs<C>(accumulators, buffer, tile, warpgroup, epilogue, y, n, ldy, result_factor);
@@ -305,6 +330,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
                         x_divisor,
                         ldx,
                         k,
+                        counters,
                         route_block / C::kBlockM,
                         C::make_scheduler(units, n_blocks, ceil_div(k, kWeightTileK), stream_k)};
       warps.run(weight, expert_bytes, announced, n);

@@ -29,7 +29,8 @@ template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
     int32_t k_tile_begin, k_tile_end;  // the k tiles of this CTA
     int32_t unit;                      // the number of the tile
     int32_t first_cta;                 // the first CTA that computes k tiles; -1 if another CTA computes the last one
-    int32_t unused[2];
+    int32_t claimed;                   // how many tiles had been claimed before this CTA claimed its next one
+    int32_t unused;
     uint32_t x[Host::kBlockM];     // byte offsets of the rows of x, [block of 8 rows][row % 2][row / 2 % 4]
     int32_t pairs[Host::kBlockM];  // -1 in the padding
     float weights[Host::kBlockM];  // the router's weights
@@ -49,6 +50,28 @@ template <class Host> struct ExpertGemmSm90 : GemmSm90Large<Host> {
     return Scheduler(units, n_blocks, k_tiles, shared_tiles, min(ctas, max(shared_tiles * k_tiles / 2, 1)));
   }
 };
+
+// Returns the lowest of the heights kRows, kLower, kLowest... with at least `end` rows; they descend.
+template <int kRows, int kLower = 0, int... kLowest> __device__ __forceinline__ int lowest_height(int end) {
+  if constexpr (kLower > 0) {
+    if (end <= kLower) return lowest_height<kLower, kLowest...>(end);
+  }
+  return kRows;
+}
+
+// Runs the main loop with the lowest of the tiles of kRows, kLower, kLowest... rows that has `end` rows. A function for
+// each height would be one that wgmma crosses, and more heights would need more registers than there are.
+template <int kRows, int kLower = 0, int... kLowest, class Loop, class Accumulators, class State>
+__device__ __forceinline__ void run_lowest(Loop& loop, Accumulators& accumulators, State& state, int end,
+                                           int k_tile_begin, int k_tile_end, int lane) {
+  if constexpr (kLower > 0) {
+    if (end <= kLower) {
+      run_lowest<kLower, kLowest...>(loop, accumulators, state, end, k_tile_begin, k_tile_end, lane);
+      return;
+    }
+  }
+  loop.template run<kRows>(accumulators, state, k_tile_begin, k_tile_end, lane);
+}
 
 // The members of a scheduler that reduce_shared_unit reads, for an announced tile.
 template <class Tile> struct AnnouncedShare {

@@ -50,9 +50,10 @@ template <class C> struct WgmmaMainLoop {
   }
 
   // Adds the products of the k tiles [k_tile_begin, k_tile_end), which are in the stages from `state` on, and releases
-  // the stages.
-  __device__ __forceinline__ void run(typename C::Accumulators& accumulators, PipelineState<C::kStages>& state,
-                                      int k_tile_begin, int k_tile_end, int lane) {
+  // the stages. Only the first kRows rows of x are multiplied.
+  template <int kRows> __device__ __forceinline__ void run(typename C::Accumulators& accumulators,
+                                                           PipelineState<C::kStages>& state, int k_tile_begin,
+                                                           int k_tile_end, int lane) {
     const auto pipeline = shared.pipeline();
     uint32_t a[2][4][4];
     uint32_t preceding = 0;  // address of the preceding stage's empty barrier; 0 in the first k tile
@@ -69,7 +70,8 @@ template <class C> struct WgmmaMainLoop {
         ptx::wgmma_fence();
 #pragma unroll
         for (int k16 = 0; k16 < 4; ++k16) {
-          wgmma<T, true>(accumulators[b / 2], a[b % 2][k16], x + b % 2 * (C::kXHalfBytes / 16) + k16 * 2);
+          wgmma<T, true>(reinterpret_cast<float (&)[kRows / 2]>(accumulators[b / 2]), a[b % 2][k16],
+                         x + b % 2 * (C::kXHalfBytes / 16) + k16 * 2);
         }
         ptx::wgmma_commit_group();
         // Dequantize the next slice while the tensor cores multiply this one. After the last slice of the unit's last k

@@ -33,6 +33,10 @@ Each warpgroup has two m64 tiles; in a gated problem, one of the gate and one of
 """
 OVERESTIMATE = 1.06
 """The ratio of modelled to measured times of ``expert_gemm_tiles`` (64 products, H100), for a fair choice."""
+LOWER_HEIGHTS = {
+    16: (), 32: (16,), 48: (32, 16), 64: (48, 32), 80: (64, 48), 96: (80, 48), 112: (80, 48), 128: (96,), 144: (),
+}  # fmt: skip
+"""The lower heights of tiles by ``block_m``, of those for which two warpgroups have the registers."""
 FEW_REGISTERS_MOST = 48
 """The largest ``block_m`` with three warpgroups where scales take more registers: bfloat16, or groups of 16."""
 
@@ -76,6 +80,11 @@ class ExpertGemmSm90Config(GemmSm90LargeConfig):
     """
 
     stream_k: bool = False
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """The heights of tiles that have a main loop, from ``block_m`` downwards."""
+        return (self.block_m, *(LOWER_HEIGHTS[self.block_m] if self.warpgroups == 2 else ()))
 
     def tiles(self, problem: Problem) -> int:
         """Return the number of tiles whose rows are in shared memory: those that can have a stage, and one more.
@@ -142,6 +151,7 @@ def plan(config: ExpertGemmSm90Config, problem: ExpertProduct, device: Device) -
         *problem.defines(),
         *problem.fragments.defines(),
         *constants(config, "block_m warpgroups m64_tiles"),
+        ("HEIGHTS", ",".join(map(str, config.heights))),
         ("STAGES", config.stages(unit)),
         ("TILES", config.tiles(unit)),
         ("SHARED_BYTES", config.shared_bytes(unit)),
@@ -160,8 +170,8 @@ def plan(config: ExpertGemmSm90Config, problem: ExpertProduct, device: Device) -
 
 def workspace(config: ExpertGemmSm90Config, problem: ExpertProduct) -> Workspace:
     if not config.stream_k:
-        return Workspace()
-    return Workspace(4 * config.ctas * config.block_m * config.block_n, 2 * config.ctas * config.warpgroups)
+        return Workspace(0, 1)
+    return Workspace(4 * config.ctas * config.block_m * config.block_n, 1 + 2 * config.ctas * config.warpgroups)
 
 
 def estimate_us(config: ExpertGemmSm90Config, problem: ExpertProduct, device: Device) -> float:
