@@ -150,11 +150,17 @@ SEEDS: dict[str, Seed] = {
     "weights of the wrong k tile": (
         PAIRS, LOOP, "at_.k_tile * kWeightTileBytes;", "(at_.k_tile ^ 1) * kWeightTileBytes;", VALUES,
     ),
+    "the sum of x over another group": (PAIRS, LOOP, "const int t = group * 4 / kGroups", "const int t = 0", VALUES),
+    "the sum of x over the wrong values": (TOKENS, LOOP, "lane % 8 * 2 + lane / 8 % 2", "lane % 16", VALUES),
+    "a group's sum of x without its second half": (
+        TOKENS, LOOP, "if constexpr (kGroups <= 2) sums[0] +=", "if constexpr (kGroups == 1) sums[0] +=", VALUES,
+    ),
+    "a result stored for columns past the end": (TOKENS, MAIN, "if (column >= n_out) continue;", "", RACE),
     "an id that is of no expert": (
         PAIRS, LOOP, "      if (!is_expert) tile.expert = 0;", "", OUTSIDE,
     ),
     "no zeros for an id of no expert": (
-        PAIRS, MAIN, "tile.weight == 0.0f ? Vector<X, 8>{} : out", "false ? Vector<X, 8>{} : out", VALUES,
+        PAIRS, MAIN, "tile.weight == 0.0f", "false", VALUES,
     ),
     "the weight of the first slot for all slots": (
         TOKENS, MAIN, "__shfl_sync(kFullWarp, tile.weight, at.slot)", "__shfl_sync(kFullWarp, tile.weight, 0)", VALUES,
@@ -203,7 +209,7 @@ SEEDS: dict[str, Seed] = {
     "the row of an expert that does not exist": (
         "norm", ROUTE, "if (first_expert < kExperts) fetch", "fetch", OUTSIDE,
     ),
-    "columns past the end of x": ("norm", ROUTE, "if (column < kWidth) ptx::", "ptx::", OUTSIDE),
+    "columns past the end of x": ("norm", ROUTE, "  if (column >= kWidth) continue;\n      if", "  if", OUTSIDE),
 }  # fmt: skip
 
 

@@ -27,9 +27,12 @@
 // cp.async; slice i computes the k tiles i, i + WARPS_K, ... Accumulators are added up in the order of the slices.
 // Loads do not stop at the end of a tile: in the last round of DEPTH k tiles, a warp loads the first weights of the
 // CTA's next tile, and in the last STAGES - 1 k tiles, its x. So a slice has at least STAGES - 1 k tiles, or none.
+// With ONE_TILE, CTAs have no next tile and the code is a third shorter, which SMs load anew in each decode step.
 //
 // Operand A is q - z (ExactCodes); the float32 sums of a group are multiplied by the group's scale, so no product is
-// rounded. The number of CTAs does not depend on the routing, which only the GPU knows: CTAs are persistent.
+// rounded. With one row per unit, operand A is q plus a constant (RawCodes), which takes fewer instructions, and the
+// zero point times the sum of x is subtracted from the sum of a group. The number of CTAs does not depend on the
+// routing, which only the GPU knows: CTAs are persistent.
 #include "experts/expert_gemm_mainloop.cuh"
 #include "ptx/griddepcontrol.cuh"
 
@@ -39,6 +42,7 @@ static_assert(__CUDA_ARCH__ >= 800, "expert_gemm needs sm_80");
 __device__ __forceinline__ void store_accumulators(float* target, const Accumulators& accumulators) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
+  if (kHasOneRow && lane % 4 != 0) return;
   float* mine = target + warp / kWarpsN * (kBlockM * kPitch) + lane % 4 * 2 * kPitch +
                 warp % kWarpsN * kColumnTiles * 16 + lane / 4;
 #pragma unroll
@@ -46,20 +50,21 @@ __device__ __forceinline__ void store_accumulators(float* target, const Accumula
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
 #pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        mine[(j * 8 + v % 2) * kPitch + i * 16 + v / 2 * 8] = accumulators[i][j][v] * ExactCodes<X>::kUnit;
+      for (int v = 0; v < 4; v += 3 - kLaneRows) {
+        const float unit = kHasOneRow ? RawCodes<X>::kUnits[v / 2] : ExactCodes<X>::kUnit;
+        mine[(j * 8 + v % 2) * kPitch + i * 16 + v / 2 * 8] = accumulators[i][j][v] * unit;
       }
     }
   }
 }
 
-// Returns the sum of eight adjacent columns of a row over the CTA's slices of K.
-__device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
-  Vector<float, 8> sums = {};
+// Returns the sums of kStoreVector adjacent columns of a row over the CTA's slices of K.
+__device__ __forceinline__ Vector<float, kStoreVector> add_slices(const float* source) {
+  Vector<float, kStoreVector> sums = {};
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums.values[i] += source[slice * (kBlockM * kPitch) + i];
+    for (int i = 0; i < kStoreVector; ++i) sums.values[i] += source[slice * (kBlockM * kPitch) + i];
   }
   return sums;
 }
@@ -68,7 +73,7 @@ __device__ __forceinline__ Vector<float, 8> add_slices(const float* source) {
 __device__ __forceinline__ void store_rows(const Arguments& arguments, const float* accumulators, const int32_t* pairs,
                                            const Tile& tile) {
   const int n_out = kGated ? arguments.n / 2 : arguments.n;
-  constexpr int kVectors = kStoreN / 8;
+  constexpr int kVectors = kStoreN / kStoreVector;
   const Epilogue<X, Config> epilogue{
       kHasBias ? arguments.bias + static_cast<int64_t>(tile.expert) * arguments.n : nullptr,
       arguments.shared,
@@ -79,19 +84,19 @@ __device__ __forceinline__ void store_rows(const Arguments& arguments, const flo
 #pragma unroll 1
   for (int index = threadIdx.x; index < tile.rows * kVectors; index += kThreads) {
     const int row = index / kVectors;
-    const int column = tile.n_block * kStoreN + index % kVectors * 8;
+    const int column = tile.n_block * kStoreN + index % kVectors * kStoreVector;
     if (column >= n_out) continue;
-    const float* source = accumulators + row * kPitch + index % kVectors * 8;
-    const Vector<float, 8> sums = add_slices(source);
-    Vector<float, 8> up = {};
+    const float* source = accumulators + row * kPitch + index % kVectors * kStoreVector;
+    const Vector<float, kStoreVector> sums = add_slices(source);
+    Vector<float, kStoreVector> up = {};
     if constexpr (kGated) up = add_slices(source + kStoreN);
     const int pair = kRows == Rows::kSorted ? pairs[row] : tile.pair;
     const int out_row = kRows == Rows::kTokens ? pair / arguments.top_k : pair;
     float row_weight = 1.0f;
     if constexpr (kHasRowWeights && kRows != Rows::kTokens) row_weight = arguments.row_weights[pair];
-    Vector<X, 8> out;
+    Vector<X, kStoreVector> out;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kStoreVector; ++i) {
       float value = sums.values[i];
       if constexpr (kRows != Rows::kTokens) {
         value = kGated ? epilogue.product(value, up.values[i], column + i)
@@ -105,7 +110,7 @@ __device__ __forceinline__ void store_rows(const Arguments& arguments, const flo
     }
     X* target = arguments.y + static_cast<int64_t>(out_row) * arguments.ldy + column;
     // A pair without an expert has a row of zeros.
-    store<true>(target, kRows == Rows::kPairs && tile.weight == 0.0f ? Vector<X, 8>{} : out);
+    store<true>(target, kRows == Rows::kPairs && tile.weight == 0.0f ? Vector<X, kStoreVector>{} : out);
   }
 }
 
@@ -151,7 +156,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll 1
   for (int parity = 0; queue.has(tile); parity ^= 1) {
     int32_t* pairs_of_tile = shared_pairs + parity * kBlockM;
-    const Tile next = queue.take();
+    const Tile next = kOneTile ? tile : queue.take();
+    const bool has_next = !kOneTile && queue.has(next);
     loop.set_rows(tile.rows);
     if (kRows == Rows::kSorted && threadIdx.x < kBlockM) pairs_of_tile[threadIdx.x] = tile.pair;
     KPosition at(slice, arguments.k_tiles());
@@ -159,14 +165,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll 1
     for (int first = 0; first < k_tiles; first += kDepth) {
       const bool is_last = first + kDepth >= k_tiles;
-      if (is_last) weight_ahead = Weight(arguments, next, slice);
+      if (!kOneTile && is_last) weight_ahead = Weight(arguments, next, slice);
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         if (first + i < k_tiles) {
           ptx::cp_async_wait_group<kStages - 2>();
           sync_slice(slice);  // the copies of this stage have landed, and no warp reads the preceding stage
-          if (first + i + kStages - 1 == k_tiles) x_ahead = Copies(arguments, next, slice);
-          if (first + i + kStages - 1 < k_tiles || queue.has(next)) {
+          if (!kOneTile && first + i + kStages - 1 == k_tiles) x_ahead = Copies(arguments, next, slice);
+          if (first + i + kStages - 1 < k_tiles || has_next) {
             x_ahead.start(arguments, ring + (stage_idx == 0 ? kStages - 1 : stage_idx - 1) * kStageBytes);
           }
           ptx::cp_async_commit_group();
@@ -176,14 +182,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           if constexpr (kRows == Rows::kTokens) at.advance(arguments.k_tiles());
           stage_idx = stage_idx + 1 == kStages ? 0 : stage_idx + 1;
         }
-        if (is_last ? i < k_tiles && queue.has(next) : first + i + kDepth < k_tiles)
-          weight_ahead.load(arguments, parts[i]);
+        if (is_last ? i < k_tiles && has_next : first + i + kDepth < k_tiles) weight_ahead.load(arguments, parts[i]);
       }
     }
     __syncthreads();  // the accumulators of the preceding tile are no longer read, and pairs_of_tile are written
     store_accumulators(shared_accumulators, accumulators);
     __syncthreads();
     store_rows(arguments, shared_accumulators, pairs_of_tile, tile);
+    if constexpr (kOneTile) return;
     tile = next;
   }
 }

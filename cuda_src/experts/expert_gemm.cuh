@@ -23,6 +23,7 @@ constexpr Zeros kZeros = Config::kZeros;
 constexpr Rows kRows = Rows::ROWS;
 constexpr bool kHasRowWeights = HAS_ROW_WEIGHTS;  // whether rows of y are multiplied by the weights of the router
 constexpr bool kReadsAhead = READS_AHEAD;         // whether routing and weights may be read before the PDL wait
+constexpr bool kOneTile = ONE_TILE;               // whether no CTA has more than one tile
 constexpr bool kDependent = DEPENDENT;            // whether the launch has the PDL attribute
 constexpr int kBlockM = BLOCK_M;                  // the largest number of rows per unit
 constexpr int kColumnTiles = COLUMN_TILES;        // number of tiles of 16 columns of W per warp
@@ -40,13 +41,16 @@ constexpr int kCtaColumnTiles = kColumnTiles * kWarpsN;
 constexpr int kBlockN = kCtaColumnTiles * 16;
 constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
 constexpr int kM8Tiles = kBlockM / 8;
-constexpr int kGroupSteps = 8 / kGroups;  // number of mma steps of 16 k per group and weight tile
+constexpr int kStoreVector = kHasOneRow ? 1 : 8;  // number of adjacent columns of y that a thread stores at once
+constexpr int kLaneRows = kHasOneRow ? 1 : 2;     // number of rows of y per lane in each mma tile
+constexpr int kGroupSteps = 8 / kGroups;          // number of mma steps of 16 k per group and weight tile
 // Number of sums over a group to which consecutive steps add in turn, so that an mma need not wait for the one before
 // it; with 16 rows or several groups, registers would spill.
 constexpr int kChains = kBlockM == 8 && kGroups == 1 ? 2 : 1;
 
 static_assert(kBlockM == 8 || kBlockM == 16, "ldmatrix loads 16 rows of x at a time");
 static_assert(!kHasOneRow || kBlockM == 8, "one row takes the lowest tile");
+static_assert(kHasOneRow || !kOneTile, "sorted blocks are too many, or have no rows");
 static_assert(kRows != Rows::kTokens || !kGated, "a gated sum over slots has no meaning");
 static_assert(kRows == Rows::kTokens || !Config::kHasResidual, "only the sum of a token includes a shared expert");
 static_assert(!kGated || kCtaColumnTiles % 2 == 0, "half of the columns are the gate projection");

@@ -91,7 +91,7 @@ class TileQueue {
     while (true) {
       Tile tile = loaded_;
       if (!has(tile)) return tile;
-      load(tile.index + gridDim.x);
+      if constexpr (!kOneTile) load(tile.index + gridDim.x);
       const bool is_expert = arguments_.is_expert(tile.expert);
       if constexpr (kRows == Rows::kSorted) {
         const bool exists = static_cast<unsigned>(tile.pair) < static_cast<unsigned>(arguments_.pairs);
@@ -282,6 +282,8 @@ class MainLoop {
   __device__ __forceinline__ void multiply(Accumulators& accumulators, const WeightPart (&parts)[kColumnTiles],
                                            int stage_idx, float slot_weight) {
     const uint32_t stage = stage_idx * kStageBytes;
+    float x_sums[2] = {};
+    if constexpr (kHasOneRow) sum_x(x_sums, ring_ + stage);
     for_each_constant<kGroups>([&](int group) {
       Accumulators sums[kChains] = {};
       uint32_t zeros[kColumnTiles];
@@ -293,8 +295,14 @@ class MainLoop {
         Accumulators& chain = sums[of_group % kChains];
         uint32_t a[kColumnTiles][4];
 #pragma unroll
-        for (int i = 0; i < kColumnTiles; ++i)
-          ExactCodes<X>::convert(a[i], parts[i].words[step / 4][step % 4], zeros[i]);
+        for (int i = 0; i < kColumnTiles; ++i) {
+          const uint32_t word = parts[i].words[step / 4][step % 4];
+          if constexpr (kHasOneRow) {
+            RawCodes<X>::convert(a[i], word);
+          } else {
+            ExactCodes<X>::convert(a[i], word, zeros[i]);
+          }
+        }
         const uint32_t begin = stage + step / 4 * (kXRows * 128);
         if constexpr (kM8Tiles == 1) {
           if (step % 2 == 0) ptx::ldmatrix_x4(b_, (x_ ^ step / 2 % 2 * 64) + begin);
@@ -309,24 +317,52 @@ class MainLoop {
           }
         }
       }
-      add_group(accumulators, sums, parts, group, slot_weight);
+      add_group(accumulators, sums, x_sums, parts, group, slot_weight);
     });
   }
 
  private:
-  // Adds the sums over one quantization group, multiplied by the group's scales, to the accumulators.
+  // Sums the row of x of a k tile, at the shared address `x`, over each group, as one product with ones: column j of
+  // operand B holds the values 16 j .. 16 j + 15, so lane t of four gets the sums of slices 2 t and 2 t + 1. With eight
+  // groups, these are stored; otherwise sums[0] is the sum over the lane's group.
+  static __device__ __forceinline__ void sum_x(float (&sums)[2], uint32_t x) {
+    constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
+    const int lane = threadIdx.x % 32;
+    uint32_t b[2];
+    ptx::ldmatrix_x2(b, x + (lane % 8 * 2 + lane / 8 % 2) * 16);
+    float products[4] = {};
+    mma<X>(products, kOnes, b[0], b[1]);
+    sums[0] = kGroups == 8 ? products[0] : products[0] + products[1];
+    sums[1] = products[1];
+    if constexpr (kGroups <= 2) sums[0] += __shfl_xor_sync(kFullWarp, sums[0], 1);
+    if constexpr (kGroups == 1) sums[0] += __shfl_xor_sync(kFullWarp, sums[0], 2);
+  }
+  // Returns the sum of x over a group from the results of `sum_x`.
+  static __device__ __forceinline__ float group_sum(const float (&sums)[2], int group) {
+    if constexpr (kGroups == 1) return sums[0];
+    const int t = group * 4 / kGroups;
+    return __shfl_sync(kFullWarp, sums[kGroups == 8 ? group % 2 : 0], threadIdx.x % 32 / 4 * 4 + t);
+  }
+
+  // Adds the sums over one quantization group, multiplied by the group's scales, to the accumulators. With one row, the
+  // zero points are subtracted here.
   __device__ __forceinline__ void add_group(Accumulators& accumulators, const Accumulators (&sums)[kChains],
-                                            const WeightPart (&parts)[kColumnTiles], int group, float slot_weight) {
+                                            const float (&x_sums)[2], const WeightPart (&parts)[kColumnTiles],
+                                            int group, float slot_weight) {
+    const float x_sum = kHasOneRow ? group_sum(x_sums, group) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
+      const Group<Config>& parameters = parts[i].groups[group];
 #pragma unroll
-      for (int j = 0; j < kM8Tiles; ++j) {
+      for (int v = 0; v < 4; v += 3 - kLaneRows) {
+        float scale = parameters.scale(v / 2);
+        // A slot without an expert has the weight 0; the product with an infinite scale would be NaN.
+        if constexpr (kRows == Rows::kTokens) scale = slot_weight == 0.0f ? 0.0f : scale * slot_weight;
+        const float zero = -(parameters.zero(v / 2) + RawCodes<X>::kOffset) / RawCodes<X>::kUnits[v / 2];
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          float scale = parts[i].groups[group].scale(v / 2);
-          // A slot without an expert has the weight 0; the product with an infinite scale would be NaN.
-          if constexpr (kRows == Rows::kTokens) scale = slot_weight == 0.0f ? 0.0f : scale * slot_weight;
-          const float sum = kChains == 1 ? sums[0][i][j][v] : sums[0][i][j][v] + sums[kChains - 1][i][j][v];
+        for (int j = 0; j < kM8Tiles; ++j) {
+          float sum = kChains == 1 ? sums[0][i][j][v] : sums[0][i][j][v] + sums[kChains - 1][i][j][v];
+          if constexpr (kHasOneRow) sum = fmaf(zero, x_sum, sum);
           accumulators[i][j][v] = fmaf(sum, scale, accumulators[i][j][v]);
         }
       }

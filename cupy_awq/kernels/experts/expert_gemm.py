@@ -228,12 +228,15 @@ def plan(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> La
     """
     dependent = device.has(Capability.DEPENDENT_LAUNCH)
     layout = problem.fragments
+    tiles = count_units(config, problem) * config.n_blocks(problem)
+    ctas = min(tiles, config.ctas_per_sm * device.sm_count)
     defines: tuple[tuple[str, int | str], ...] = (
         *problem.defines(),
         *layout.defines(),
         ("HAS_SHARED", int(problem.shared)),
         ("ROWS", f"k{problem.rows.capitalize()}"),
         ("READS_AHEAD", int(problem.reads_ahead and dependent)),
+        ("ONE_TILE", int(ctas == tiles and problem.rows != "sorted")),
         ("DEPENDENT", int(dependent)),
         ("BLOCK_M", config.block_m),
         ("COLUMN_TILES", config.column_tiles),
@@ -244,7 +247,6 @@ def plan(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> La
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
-    tiles = count_units(config, problem) * config.n_blocks(problem)
     sizes = (
         problem.pairs,
         problem.routed_rows,
@@ -262,7 +264,7 @@ def plan(config: ExpertGemmConfig, problem: ExpertProduct, device: Device) -> La
     buffers = ("weight", "bias", "row_weights", "y", "shared", "sorted_pairs", "experts", "sorted_count", "x")
     return LaunchPlan(
         Kernel("experts/expert_gemm.cu", NAME, defines, device.target),
-        (min(tiles, config.ctas_per_sm * device.sm_count), 1, 1),
+        (ctas, 1, 1),
         (config.threads, 1, 1),
         (*buffers, *scalars),
         config.shared_bytes(problem),
