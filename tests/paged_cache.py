@@ -77,28 +77,27 @@ def take_pages(table: np.ndarray, found: tuple[np.ndarray, np.ndarray], arrays: 
 
 
 def run_rope(backend: str, arch: int, norm: bool, steps: int, arrays: dict[str, np.ndarray]) -> None:
-    """Run rope_cache on ``steps`` rows of each sequence and a padding row, in random order; write q, k and v."""
-    m, heads, head_dim = arrays["q"].shape
-    _, kv_heads, capacity, _ = arrays["k"].shape
+    """Run rope_cache on ``steps`` rows of each sequence and a padding row, in random order; write k and v."""
+    _, kv_heads, capacity, head_dim = arrays["k"].shape
+    m, heads = len(arrays["qkv"]), arrays["qkv"].shape[1] - 2 * kv_heads
     table, k, v = pages(np.random.default_rng(0), arrays["k"], arrays["v"])
     within = arrays["lengths"][:, None] + np.arange(steps)
     lengths = np.append(np.where(within < capacity, within, table.shape[1] * BLOCK), -1).astype(np.int32)
     slots = np.append(np.repeat(np.arange(1, 1 + m // steps), steps), 0).astype(np.int32)
     order = np.random.default_rng(1).permutation(m + 1)
     qkv = np.concatenate([arrays["qkv"], arrays["qkv"][:1]])[order]
-    q = nan(m + 1, heads, head_dim, dtype=k.dtype)
     sizes = kv_heads, head_dim, table.shape[1] * BLOCK, kv_heads * BLOCK * head_dim, k.dtype.name
     plan = llm.plan_rope_cache(facts(arch, backend), m + 1, heads, *sizes, 1e-6, norm)
-    read = {name: arrays[name] for name in ("q_norm", "k_norm", "cos", "sin")}
+    read = {name: arrays[name] for name in ("k_norm", "cos", "sin")}
     rows = frozen(lengths=lengths[order], slots=slots[order], table=table, qkv=qkv)
-    runner(backend)(plan, {**read, **rows, "work": None, "q": q, "k": k, "v": v})
+    runner(backend)(plan, {**read, **rows, "work": None, "k": k, "v": v})
     take_pages(table, (k, v), arrays)
-    arrays["q"][...] = q[np.argsort(order)[:m]]
 
 
-def run_attention(backend: str, arch: int, steps: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
+def run_attention(backend: str, arch: int, norm: bool, steps: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Return the attention of ``steps`` rows of each sequence, in one launch with a padding row."""
-    k, (m, heads, head_dim) = arrays["k"], arrays["q"].shape
+    k, m = arrays["k"], len(arrays["qkv"])
+    heads, head_dim = arrays["qkv"].shape[1] - 2 * k.shape[1], k.shape[3]
     table, *cache = pages(np.random.default_rng(0), k, arrays["v"])
     lengths = np.append(np.repeat(arrays["lengths"], steps) + np.arange(m) % steps, -1).astype(np.int32)
     slots = np.append(1 + np.arange(m) // steps, 0).astype(np.int32)
@@ -107,11 +106,13 @@ def run_attention(backend: str, arch: int, steps: int, arrays: dict[str, np.ndar
     tiles = [
         (first, count, lengths[first], slots[first]) for first, count in zip([*firsts, m], [*counts, 1], strict=True)
     ]
-    out, q = nan(m + 1, heads, head_dim, dtype=k.dtype), np.concatenate([arrays["q"], arrays["q"][:1]])
+    out, qkv = nan(m + 1, heads, head_dim, dtype=k.dtype), np.concatenate([arrays["qkv"], arrays["qkv"][:1]])
     sizes = k.shape[1], head_dim, table.shape[1] * BLOCK, k.shape[1] * BLOCK * head_dim, k.dtype.name
-    plan = llm.plan_attention(facts(arch, backend), m + 1, heads, *sizes, len(tiles))
-    rows = frozen(q=q, k=cache[0], v=cache[1], lengths=lengths, slots=slots, table=table)
-    runner(backend)(plan, {**rows, "work": np.array(tiles[::-1], np.int32), "out": out})
+    here = dataclasses.replace(facts(arch, backend), sm_count=1)  # so that CTAs compute two heads where they can
+    plan = llm.plan_attention(here, m + 1, heads, *sizes, 1e-6, norm, len(tiles))
+    read = {name: arrays[name] for name in ("q_norm", "cos", "sin")}
+    rows = frozen(qkv=qkv, k=cache[0], v=cache[1], lengths=lengths, slots=slots, table=table)
+    runner(backend)(plan, {**read, **rows, "work": np.array(tiles[::-1], np.int32), "out": out})
     assert np.isfinite(out[-1].astype(np.float32)).all()
     return out[:-1]
 
@@ -169,7 +170,7 @@ def run_decode_attention(
     if appended:
         sizes = heads, kv_heads, head_dim, capacity, kv_heads * BLOCK * head_dim, k.dtype.name, 1e-6, norm
         rope = llm.plan_rope_cache(here, m + 1, *sizes)
-        runner(backend)(rope, {**read, **cache, "q": np.empty_like(out)})
+        runner(backend)(rope, {**read, **cache})
     positions = arrays.get("positions")
     runner(backend)(plan, {**read, **cache, **scratch, "out": out, "positions": positions})
     assert not scratch["counters"].any(), "the counters must be zero after the launch"

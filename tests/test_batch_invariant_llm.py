@@ -24,22 +24,24 @@ from tests.test_batch_invariant import GPU, bits
 from tests.test_kernels import DTYPES, facts
 
 
-def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
+def attend(run: Run, here: device.Device, qkv: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
     """Return causal attention of ``steps`` tokens per sequence; ``starts`` are their first tokens' positions."""
     table, k, v = cache
     _, kv_heads, block, head_dim = k.shape
-    some = np.concatenate([q[start : start + steps] for start in starts])
-    sizes = q.shape[1], kv_heads, head_dim, table.shape[1] * block, kv_heads * block * head_dim
+    some = np.concatenate([qkv[start : start + steps] for start in starts])
+    sizes = qkv.shape[1] - 2 * kv_heads, kv_heads, head_dim, table.shape[1] * block, kv_heads * block * head_dim
     tiles = [
         (i * steps + at, min(PREFILL_TILE, steps - at), start + at, 1 + i)
         for i, start in enumerate(starts)
         for at in range(0, steps, PREFILL_TILE)
     ]
-    plan = kernels.plan_attention(here, len(some), *sizes, q.dtype.name, len(tiles))
+    plan = kernels.plan_attention(here, len(some), *sizes, qkv.dtype.name, 0.0, False, len(tiles))
     lengths = np.concatenate([np.arange(start, start + steps, dtype=np.int32) for start in starts])
     rows = {"lengths": lengths, "slots": np.repeat(np.arange(1, 1 + len(starts), dtype=np.int32), steps)}
-    out = np.full_like(some, np.nan)
-    run(plan, {"q": some, "k": k, "v": v, **rows, "work": np.array(tiles, np.int32), "table": table, "out": out})
+    out = np.full_like(some[:, : sizes[0]], np.nan)
+    angles = np.zeros((table.shape[1] * block, head_dim // 2), np.float32)
+    read = {"qkv": some, "q_norm": None, "cos": np.cos(angles), "sin": np.sin(angles), "k": k, "v": v, "table": table}
+    run(plan, {**read, **rows, "work": np.array(tiles, np.int32), "out": out})
     return out
 
 
@@ -54,23 +56,23 @@ def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: 
     """
     rng, run, here = np.random.default_rng(0), runner(backend), facts(arch, backend)
     length, capacity, heads, kv_heads = 300, 520, 2, 1
-    q = random_activations(rng, length, heads, head_dim, dtype=DTYPES[dtype])
+    qkv = random_activations(rng, length, heads + 2 * kv_heads, head_dim, dtype=DTYPES[dtype])
     k, v = (random_activations(rng, 2, kv_heads, capacity, head_dim, dtype=DTYPES[dtype]) for _ in "kv")
     k[1], v[1] = k[0], v[0]
     k[:, :, length:] = v[:, :, length:] = np.nan
     cache = pages(rng, k, v)
-    whole = attend(run, here, q, cache, [0], length)
+    whole = attend(run, here, qkv, cache, [0], length)
     for start in (0, 1, 63, 64, 250, 298):
         steps = min(49, length - start)
         np.testing.assert_array_equal(
-            bits(attend(run, here, q, cache, [start], steps)), bits(whole[start : start + steps])
+            bits(attend(run, here, qkv, cache, [start], steps)), bits(whole[start : start + steps])
         )
     for pair in ([0, 299], [63, 64], [255, 256], [257, 5]):
-        np.testing.assert_array_equal(bits(attend(run, here, q, cache, pair, 1)), bits(whole[pair]))
+        np.testing.assert_array_equal(bits(attend(run, here, qkv, cache, pair, 1)), bits(whole[pair]))
     for row in (0, 64, 299):
         keys, values = (a[0, 0, : row + 1].astype(np.float64) for a in (k, v))
         for head in range(heads):
-            scores = keys @ q[row, head].astype(np.float64) * head_dim**-0.5
+            scores = keys @ qkv[row, head].astype(np.float64) * head_dim**-0.5
             weights = np.exp(scores - scores.max())
             wanted = weights @ values / weights.sum()
             assert np.abs(whole[row, head] - wanted).max() <= (0.002 if dtype == "float16" else 0.02)

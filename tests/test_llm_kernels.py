@@ -96,21 +96,20 @@ def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
     lengths = np.array([0, 37, CAPACITY - steps, CAPACITY], np.int32)
     m = len(lengths) * steps
     qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
-    q_norm, k_norm = normal(rng, head_dim), normal(rng, head_dim)
+    k_norm = normal(rng, head_dim)
     cos, sin = normal(rng, CAPACITY, head_dim // 2), normal(rng, CAPACITY, head_dim // 2)
     shape = len(lengths), kv_heads, CAPACITY, head_dim
-    arrays = {"q": nan(m, heads, head_dim, dtype=element), "k": nan(*shape, dtype=element)}
-    arrays["v"] = nan(*shape, dtype=element)
-    read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
+    arrays = {name: nan(*shape, dtype=element) for name in "kv"}
+    read = frozen(qkv=qkv, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     run_rope(backend, arch, norm, steps, {**read, **arrays})
-    q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
+    _, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     written = np.zeros(shape, bool)
     for row in range(m):
         b, at = row // steps, lengths[row // steps] + row % steps
         if at >= CAPACITY:
             continue
-        for a, weight, found in ((q, q_norm, arrays["q"][row]), (k, k_norm, arrays["k"][b, :, at])):
-            check_close(found, rotated(a[row], weight if norm else None, cos[at], sin[at]), BOUNDS[dtype])
+        wanted = rotated(k[row], k_norm if norm else None, cos[at], sin[at])
+        check_close(arrays["k"][b, :, at], wanted, BOUNDS[dtype])
         np.testing.assert_array_equal(arrays["v"][b, :, at], v[row])
         written[b, :, at] = True
     for name in ("k", "v"):
@@ -132,26 +131,33 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "steps"),
-    [(2, 1, 64, 25), (1, 1, 128, 17), (2, 2, 80, 5), (7, 1, 256, 3), (1, 1, 16, 70), (9, 3, 24, 5)],
-)
+    ("heads", "kv_heads", "head_dim", "steps", "norm"),
+    [
+        (2, 1, 64, 25, False), (1, 1, 128, 17, True), (4, 1, 128, 70, True), (2, 2, 80, 5, False), (7, 1, 256, 3, True),
+        (1, 1, 16, 70, True), (9, 3, 24, 5, False),
+    ],
+)  # fmt: skip
 def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
-    backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int
+    backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int, norm: bool
 ) -> None:
     """Prompt attention sees only earlier keys of its own sequence: all others hold NaN, which would show."""
     rng = np.random.default_rng(heads + head_dim)
     lengths, element = np.array(LENGTHS, np.int32), DTYPES[dtype]
     b = len(lengths)
     m = b * steps
-    q = normal(rng, m, heads, head_dim, dtype=element)
+    qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
+    q_norm = normal(rng, head_dim)
+    cos, sin = normal(rng, CAPACITY, head_dim // 2), normal(rng, CAPACITY, head_dim // 2)
     k, v = (normal(rng, b, kv_heads, CAPACITY, head_dim, dtype=element) for _ in "kv")
     for i, length in enumerate(LENGTHS):
         k[i, :, length + steps :] = v[i, :, length + steps :] = np.nan
-    out = run_attention(backend, arch, steps, frozen(q=q, k=k, v=v, lengths=lengths))
+    read = frozen(qkv=qkv, q_norm=q_norm, cos=cos, sin=sin, k=k, v=v, lengths=lengths)
+    out = run_attention(backend, arch, norm, steps, read)
     wanted = np.empty(out.shape)
     for row in range(m):
-        i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
-        wanted[row] = attention(q[row], k[i, :, :seen], v[i, :, :seen])
+        i, at = row // steps, LENGTHS[row // steps] + row % steps
+        q = rotated(qkv[row, :heads], q_norm if norm else None, cos[at], sin[at])
+        wanted[row] = attention(q, k[i, :, : at + 1], v[i, :, : at + 1])
     check_close(out, wanted, 2 * BOUNDS[dtype])  # the kernel on tensor cores also rounds the probabilities to 16 bits
 
 

@@ -16,7 +16,10 @@ ROPE = functools.partial(
     tests.test_rope_and_cache_append_start_at_the_position_of_each_sequence, "latest", 90, "float16", 64, False, 3
 )
 PROMPT = functools.partial(
-    tests.test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence, "latest", 90, "float16", 2, 1, 64, 25
+    tests.test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence, "latest", 90, "float16", 2, 1, 64, 25, False
+)
+LONG = functools.partial(
+    tests.test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence, "latest", 90, "float16", 4, 1, 128, 70, True
 )
 DECODE = functools.partial(
     tests.test_decode_attention_covers_the_cache_and_the_new_token, "latest", 90, "float16", 4, 2, 64, False
@@ -24,7 +27,9 @@ DECODE = functools.partial(
 SPLITS = functools.partial(tests.test_decode_attention_merges_many_splits, "latest", 90, 1, 2, 1)
 CHOOSE = functools.partial(tests.test_the_kernels_choose_the_same_tokens_as_the_cpu, "latest", 90, tests.MIXED)
 
-CACHE, ITEMS, BEGIN = (f"decoder/{name}" for name in ("kv_cache.cuh", "decode_step.cuh", "begin_step.cu"))
+CACHE, ITEMS, BEGIN, ATTENTION = (
+    f"decoder/{name}" for name in ("kv_cache.cuh", "decode_step.cuh", "begin_step.cu", "attention_sm80.cu")
+)
 Seed = tuple[Callable[[], None], str, str, str, tuple[str, str]]
 
 SEEDS: dict[str, Seed] = {
@@ -35,7 +40,7 @@ SEEDS: dict[str, Seed] = {
         DECODE, CACHE, "block = key / kBlockKeys", "block = (key + 1) / kBlockKeys", VALUES,
     ),
     "the keys of a whole block from the block of the key before": (
-        PROMPT, CACHE, "block = key / kBlockKeys", "block = (key > 0 ? key - 1 : 0) / kBlockKeys", VALUES,
+        PROMPT, ATTENTION, "cache.blocks[block]", "cache.blocks[max(block - 1, 0)]", VALUES,
     ),
     "a padding row is appended to a block in decode attention": (
         DECODE, ITEMS, "if (!is_padding) pairs.store", "pairs.store", VALUES,
@@ -54,8 +59,29 @@ SEEDS: dict[str, Seed] = {
         SPLITS, ITEMS, "begin < splits; begin +=", "begin < 1; begin +=", VALUES,
     ),
     "queries of the tile before": (
-        PROMPT, "decoder/attention_sm80.cu", "first_row = item.x", "first_row = max(item.x - 1, 0)", RACE,
+        PROMPT, ATTENTION, "out + (static_cast<int64_t>(tile.x", "out + (static_cast<int64_t>(max(tile.x - 1, 0)", RACE,
     ),
+    "a query past the end of the tile": (
+        LONG, ATTENTION, "query_of(threadIdx.x, i), tile.y - 1)", "query_of(threadIdx.x, i), tile.y)", OUTSIDE,
+    ),
+    "keys are read before they have landed": (
+        PROMPT, ATTENTION, "cp_async_wait_group<kStages - 2>", "cp_async_wait_group<kStages - 1>",
+        ("in flight", "in flight"),
+    ),
+    "a stage is filled while other warps read it": (
+        PROMPT, ATTENTION, "    __syncthreads();  // The block has landed", "    // The block has landed", RACE,
+    ),
+    "keys after the query are not masked": (
+        PROMPT, ATTENTION, "if (first_key + kBlockKeys - 1 > position)", "if (first_key > position)", VALUES,
+    ),
+    "the last keys of a warp's queries are skipped": (
+        LONG, ATTENTION, "first_key > position + 15", "first_key > position", VALUES,
+    ),
+    "both heads have the queries of the first": (
+        PROMPT, ATTENTION, "queries[h][step], b[2]", "queries[0][step], b[2]", VALUES,
+    ),
+    "values past the last key are not zero": (PROMPT, ATTENTION, "first < valid ? 16 : 0", "16", VALUES),
+    "the sum is not rescaled": (LONG, ATTENTION, "        row_sum[h][i] *= rescale;\n", "", VALUES),
     "the key that rope_cache has appended is left out": (
         DECODE, "decoder/decode_attention_sm80.cu", "kAppended ? keys : min(position, capacity)",
         "min(position, capacity)", VALUES,

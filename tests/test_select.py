@@ -350,7 +350,7 @@ def test_a_lowered_path_has_the_capabilities_of_its_architecture() -> None:
 
 def test_explain_covers_the_kernels_of_a_decoder() -> None:
     """`explain` lists both attention kernels on a GPU with tensor cores, and chooses the one that uses them."""
-    problem = Attention(64, 32, 8, 128, 2048, 32 * 1024, "float16", 1)
+    problem = Attention(64, 32, 8, 128, 2048, 32 * 1024, "float16", 1e-6, False, 1)
     for arch, kernel in ((90, "attention_sm80"), (75, "attention")):
         text = select.explain(problem, device.nominal(arch))
         assert _chosen(text) == kernel

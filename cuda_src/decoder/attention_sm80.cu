@@ -1,177 +1,259 @@
 // SPDX-License-Identifier: Apache-2.0
 // Causal attention in prefill on tensor cores:
 //
+//   q = RoPE(RMSNorm(q))                                 rope.cuh; RMSNorm only with QK_NORM
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
 // Row m is any token of any sequence, and attends to the keys of the sequence up to its own position. Query head h
 // reads KV head h / (heads / kv_heads).
 //
-//   q, out   X [m, heads, HEAD_DIM]
-//   k, v     the KV cache (kv_cache.cuh). work has {first row, number of rows, position of the first row, slot} of each
-//            tile of up to 64 consecutive rows of one sequence, or of none; the position -1, that of a padding row,
-//            means 0. lengths and slots are not used.
+//   qkv       X [m, heads + 2 * kv_heads, HEAD_DIM], of which q is read
+//   q_norm    float32 [HEAD_DIM], or null
+//   cos, sin  float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
+//   out       X [m, heads, HEAD_DIM]
+//   k, v      the KV cache (kv_cache.cuh), to which rope_cache has appended. work has {first row, number of rows,
+//             position of the first row, slot} of each tile of up to 64 consecutive rows of one sequence, or of none;
+//             the position -1, that of a padding row, means 0. lengths and slots are not used.
 //
-// Limits: HEAD_DIM is a multiple of 16 up to 128. Architectures: sm_80 and newer.
-// Grid (heads, tiles, 1): a CTA computes a tile of up to 64 queries,
-// and each of its four warps 16 of them. Tiles of 64 keys and values pass through a two-stage cp.async pipeline. Scores
-// stay in registers: the accumulators of q k^T, rounded to X, are operand A of the product with v (FlashAttention-2).
+// Limits: HEAD_DIM is a multiple of 16 up to 128; HEADS, 1 or 2, query heads share a KV head. Architectures: sm_80 and
+// newer.
+// Grid (heads / HEADS, tiles, 1): a CTA computes a tile of up to 64 queries of HEADS heads, and each of its four warps
+// 16 of the queries. A fragment of keys or values is loaded once for all heads; with one head, the reads of shared
+// memory take longer than the mma. Blocks of 32 keys and values pass through a pipeline of STAGES stages by cp.async.
+// Scores stay in registers: the accumulators of q k^T, rounded to X, are operand A of the product with v
+// (FlashAttention-2).
 #include "decoder/dependent_launch.cuh"
 #include "decoder/kv_cache.cuh"
+#include "decoder/rope.cuh"
 #include "common/mma.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/ex2.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/thread_index.cuh"
 
-constexpr int kHeadDim = HEAD_DIM;
-constexpr int kBlockM = 64;
-constexpr int kBlockN = 64;
-constexpr int kThreads = 128;
+constexpr int kHeads = HEADS;
+constexpr int kStages = STAGES;
 constexpr int kPitch = kHeadDim + 8;  // row pitch in shared memory; 16 bytes of padding avoid bank conflicts
-constexpr int kTileValues = kBlockN * kPitch;
-constexpr int kKSteps = kHeadDim / 16;    // number of mma steps along head_dim, of 16 each, of q k^T
-constexpr int kScoreTiles = kBlockN / 8;  // number of tiles of 8 keys in the scores q k^T
-constexpr int kOutTiles = kHeadDim / 8;   // number of tiles of 8 head dimensions in the product p v
-constexpr float kMinScore = -1e30f;       // the initial maximum: finite, so that kMinScore - kMinScore is 0 and not NaN
+constexpr int kBlockBytes = 2 * kBlockKeys * kPitch;
+constexpr int kStageBytes = 2 * kBlockBytes;  // keys, then values
+constexpr int kKSteps = kHeadDim / 16;        // number of mma steps along head_dim, of 16 each, of q k^T
+constexpr int kScoreTiles = kBlockKeys / 8;   // number of tiles of 8 keys in the scores q k^T
+constexpr int kOutTiles = kHeadDim / 8;       // number of tiles of 8 head dimensions in the product p v
+constexpr float kMinScore = -1e30f;  // the initial maximum: finite, so that kMinScore - kMinScore is 0 and not NaN
 
-static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
+static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128 && kHeads <= 2, "the accumulators fit the registers");
+static_assert(THREADS == 128, "four warps compute a tile of 64 queries");
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, const int32_t* slots, const int4* work,
-                   const int32_t* table, X* out, int heads, int kv_heads, int capacity, int64_t block_stride,
-                   float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    attention_sm80(const X* qkv, const float* q_norm, const float* cos, const float* sin, const X* k, const X* v,
+                   const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* out,
+                   int heads, int kv_heads, int capacity, int64_t block_stride, float scale, float eps) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  // Two stages of keys and values, X [stage][k, v][kBlockN][kPitch].
-  X* const shared = reinterpret_cast<X*>(dynamic_shared);
-  const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  // The item of the work list, and where the KV head is in a block of the cache. What is read again where it is used
+  // takes no registers in between.
+  __shared__ int4 tile;
+  __shared__ int head_begin;
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
   launch_dependents_and_wait();
-  // Later queries attend to more keys, so the CTAs of later tiles, of all heads, start first.
-  const int head = blockIdx.x;
-  const int4 item = work[gridDim.y - 1 - blockIdx.y];
-  if (item.y == 0) return;
-  const int first_row = item.x, steps = item.y, cached = max(item.z, 0);
-  const int keys = min(cached + steps, capacity);
-  const HeadCache cache(table, item.w, head / (heads / kv_heads), capacity, block_stride);
+  // The host sorts tiles so that those with many keys come first, and so do their CTAs, of all heads.
+  const int head = blockIdx.x * kHeads;
+  if (threadIdx.x == 0) {
+    tile = work[blockIdx.y];
+    head_begin = head / (heads / kv_heads) * (kBlockKeys * kHeadDim);
+  }
+  __syncthreads();
+  if (tile.y == 0) return;
+  const auto count_keys = [&] { return min(max(tile.z, 0) + tile.y, capacity); };
+  const HeadCache cache(table, tile.w, 0, capacity, block_stride);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int64_t pitch = static_cast<int64_t>(heads) * kHeadDim;
-  const int64_t row_offset = first_row * pitch + head * kHeadDim;
-  const X* const q_rows = q + row_offset;
 
-  auto fetch = [&](int tile) {
-    constexpr int kChunks = kHeadDim / 8;  // number of 16-byte chunks per row of q, k or v
-    for (int i = threadIdx.x; i < kBlockN * kChunks; i += kThreads) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const int key = tile * kBlockN + row;
-      // Rows past the last key are filled with zeros: a masked probability of 0 times a NaN would be NaN.
-      const uint32_t bytes = key < keys ? 16 : 0;
-      const int valid = key < keys ? key : 0;
-      const int64_t source = cache.offset(valid) + chunk * 8;
-      const uint32_t target = shared_address + 2 * ((tile & 1) * 2 * kTileValues + row * kPitch + chunk * 8);
-      ptx::cp_async_16(target, k + source, bytes);
-      ptx::cp_async_16(target + 2 * kTileValues, v + source, bytes);
+  const int blocks = ceil_div(count_keys(), kBlockKeys);
+  auto fetch = [&](int block) {
+    if (block < blocks) {
+      constexpr int kChunks = kHeadDim / 8;  // number of 16-byte chunks per key or value
+      constexpr bool kWholeRows = THREADS % kChunks == 0;
+      const int thread = ptx::thread_index_now();
+      const auto place = [](uint32_t i) { return 2 * (i / kChunks * kPitch + i % kChunks * 8); };
+      const int64_t begin = cache.blocks[block] * block_stride + head_begin + thread * 8;
+      const X *const k_source = k + begin, *const v_source = v + begin;
+      const uint32_t stage = shared + block % kStages * kStageBytes;
+      const int valid = (count_keys() - block * kBlockKeys) * kChunks - static_cast<int>(thread);
+#pragma unroll
+      for (int first = 0; first < kBlockKeys * kChunks; first += THREADS) {
+        if (kBlockKeys * kChunks % THREADS && first + thread >= kBlockKeys * kChunks) break;
+        const uint32_t target = stage + (kWholeRows ? place(thread) + place(first) : place(first + thread));
+        // Rows past the last key are filled with zeros: a masked probability of 0 times a NaN would be NaN.
+        const uint32_t bytes = first < valid ? 16 : 0;
+        ptx::cp_async_16(target, k_source + first * 8, bytes);
+        ptx::cp_async_16(target + kBlockBytes, v_source + first * 8, bytes);
+      }
     }
     ptx::cp_async_commit_group();
   };
-  fetch(0);
+#pragma unroll
+  for (int block = 0; block < kStages - 1; ++block) fetch(block);
 
-  int rows[2];
-  uint32_t queries[kKSteps][4];
+  // A lane holds two queries: that of half 0, and that of half 1, which is 8 further.
+  const auto query_of = [](int thread, int half) { return thread / 32 * 16 + half * 8 + thread % 32 / 4; };
+  // RMSNorm and RoPE of q. A lane holds both values of each pair that RoPE rotates: kHalf is a multiple of 8.
+  uint32_t queries[kHeads][kKSteps][4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    rows[half] = warp * 16 + half * 8 + g;
-    const X* row = q_rows + rows[half] * pitch;
+  for (int i = 0; i < 2; ++i) {
+    const int query = min(query_of(threadIdx.x, i), tile.y - 1);
+    const int64_t factors = static_cast<int64_t>(min(max(tile.z, 0) + query, capacity - 1)) * kHalf + 2 * t;
 #pragma unroll
-    for (int step = 0; step < kKSteps; ++step) {
+    for (int h = 0; h < kHeads; ++h) {
+      const X* row = qkv + (static_cast<int64_t>(tile.x + query) * (heads + 2 * kv_heads) + head + h) * kHeadDim;
+      Vector<X, 2> pairs[kOutTiles];
+      float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const auto* pair = reinterpret_cast<const uint32_t*>(row + step * 16 + i * 8 + 2 * t);
-        queries[step][2 * i + half] = rows[half] < steps ? *pair : 0;
+      for (int j = 0; j < kOutTiles; ++j) {
+        load<true>(pairs[j], row + j * 8 + 2 * t);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) sum += to_float(pairs[j].values[e]) * to_float(pairs[j].values[e]);
+      }
+      sum += __shfl_xor_sync(kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      const float inverse_rms = 1.0f / sqrtf(sum / static_cast<float>(kHeadDim) + eps);
+#pragma unroll
+      for (int j = 0; j < kOutTiles / 2; ++j) {
+        float rotated[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int d = j * 8 + 2 * t + e;
+          float a = to_float(pairs[j].values[e]), b = to_float(pairs[j + kOutTiles / 2].values[e]);
+          if constexpr (kNorm) {
+            a *= inverse_rms * q_norm[d];
+            b *= inverse_rms * q_norm[d + kHalf];
+          }
+          const float c = cos[factors + j * 8 + e], s = sin[factors + j * 8 + e];
+          rotated[0][e] = a * c - b * s;
+          rotated[1][e] = b * c + a * s;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int chunk = j + half * (kOutTiles / 2);
+          queries[h][chunk / 2][chunk % 2 * 2 + i] = pack<X>(rotated[half][0], rotated[half][1]);
+        }
       }
     }
   }
-  float acc[kOutTiles][4] = {};
-  float row_max[2] = {kMinScore, kMinScore}, row_sum[2] = {0.0f, 0.0f};
+  float acc[kHeads][kOutTiles][4] = {};
+  float row_max[kHeads][2], row_sum[kHeads][2] = {};
+#pragma unroll
+  for (int i = 0; i < 2 * kHeads; ++i) row_max[i / 2][i % 2] = kMinScore;
   const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
+  // The matrices of ldmatrix are keys 0 .. 7 at dims 0 .. 7 and dims 8 .. 15, then keys 8 .. 15 at these dims; those of
+  // values are keys 0 .. 7 and keys 8 .. 15 at dims 0 .. 7, then at dims 8 .. 15.
+  const uint32_t k_lane = shared + 2 * ((lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
+  const uint32_t v_lane = shared + 2 * (lane % 16 * kPitch + lane / 16 * 8) + kBlockBytes;
 
-  const int key_tiles = ceil_div(keys, kBlockN);
-  for (int tile = 0; tile < key_tiles; ++tile) {
-    ptx::cp_async_wait_group<0>();
-    __syncthreads();  // The tile has landed, and all warps have finished reading the other stage.
-    if (tile + 1 < key_tiles) fetch(tile + 1);
-    const uint32_t k_sh = shared_address + 2 * (tile & 1) * 2 * kTileValues;
-    const uint32_t v_sh = k_sh + 2 * kTileValues;
-
-    float scores[kScoreTiles][4] = {};
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) {
+    ptx::cp_async_wait_group<kStages - 2>();
+    __syncthreads();  // The block has landed, and all warps have finished reading the stage that is filled next.
+    fetch(block + kStages - 1);
+    const int first_key = block * kBlockKeys;
+    const int position = max(tile.z, 0) + warp * 16;                 // of the warp's first query
+    if (first_key > position + 15 || warp * 16 >= tile.y) continue;  // no query of the warp sees the keys
+    const uint32_t stage = block % kStages * kStageBytes;
+    float scores[kHeads][kScoreTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < kKSteps; ++step) {
 #pragma unroll
       for (int pair = 0; pair < kScoreTiles / 2; ++pair) {
-        const int key = pair * 16 + lane / 16 * 8 + lane % 8;
         uint32_t b[4];
-        ptx::ldmatrix_x4(b, k_sh + 2 * (key * kPitch + step * 16 + lane / 8 % 2 * 8));
-        mma<X>(scores[2 * pair], queries[step], b[0], b[1]);
-        mma<X>(scores[2 * pair + 1], queries[step], b[2], b[3]);
+        ptx::ldmatrix_x4(b, k_lane + stage + 2 * (pair * 16 * kPitch + step * 16));
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          mma<X>(scores[h][2 * pair], queries[h][step], b[0], b[1]);
+          mma<X>(scores[h][2 * pair + 1], queries[h][step], b[2], b[3]);
+        }
       }
     }
-    // The accumulator fragment maps (lane, i) to (row g + 8 (i / 2), key 2t + i % 2).
-    float new_max[2] = {row_max[0], row_max[1]};
+    // The accumulator fragment maps (lane, i) to (query g + 8 (i / 2), key 2t + i % 2).
+    if (first_key + kBlockKeys - 1 > position) {
 #pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
+      for (int j = 0; j < kScoreTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = tile * kBlockN + j * 8 + 2 * t + i % 2;
-        const float score = scores[j][i] * scale_log2;
-        // Keys after the query's position get the score minus infinity, and so the probability 0.
-        scores[j][i] = key <= cached + rows[i / 2] ? score : __int_as_float(0xff800000);
-        new_max[i / 2] = fmaxf(new_max[i / 2], scores[j][i]);
+        for (int i = 0; i < 4; ++i) {
+          // Keys after the query's position get the score minus infinity, and so the probability 0.
+          if (first_key + j * 8 + 2 * t + i % 2 <= position + g + i / 2 * 8) continue;
+#pragma unroll
+          for (int h = 0; h < kHeads; ++h) scores[h][j][i] = __int_as_float(0xff800000);
+        }
       }
     }
+    uint32_t weights[kHeads][kBlockKeys / 16][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(kFullWarp, new_max[half], 1));
-      new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(kFullWarp, new_max[half], 2));
-      const float rescale = exp2f(row_max[half] - new_max[half]);
-      row_max[half] = new_max[half];
-      row_sum[half] *= rescale;
+    for (int h = 0; h < kHeads; ++h) {
+      float new_max[2] = {kMinScore, kMinScore};
 #pragma unroll
-      for (int j = 0; j < kOutTiles; ++j) {
-        acc[j][2 * half] *= rescale;
-        acc[j][2 * half + 1] *= rescale;
+      for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) new_max[i / 2] = fmaxf(new_max[i / 2], scores[h][j][i]);
       }
-    }
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-      uint32_t weights[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        auto& score = scores[2 * step + i];
+        new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(kFullWarp, new_max[i], 1));
+        new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(kFullWarp, new_max[i], 2));
+        new_max[i] = fmaxf(row_max[h][i], new_max[i] * scale_log2);
+      }
+      if (__any_sync(kFullWarp, new_max[0] > row_max[h][0] || new_max[1] > row_max[h][1])) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          score[e] = exp2f(score[e] - new_max[e / 2]);
-          row_sum[e / 2] += score[e];
+        for (int i = 0; i < 2; ++i) {
+          const float rescale = ptx::ex2(row_max[h][i] - new_max[i]);
+          row_max[h][i] = new_max[i];
+          row_sum[h][i] *= rescale;
+#pragma unroll
+          for (int j = 0; j < kOutTiles; ++j) {
+            acc[h][j][2 * i] *= rescale;
+            acc[h][j][2 * i + 1] *= rescale;
+          }
         }
-        weights[2 * i] = pack<X>(score[0], score[1]);
-        weights[2 * i + 1] = pack<X>(score[2], score[3]);
       }
 #pragma unroll
+      for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float low = ptx::ex2(scores[h][j][2 * i] * scale_log2 - row_max[h][i]);
+          const float high = ptx::ex2(scores[h][j][2 * i + 1] * scale_log2 - row_max[h][i]);
+          row_sum[h][i] += low + high;
+          weights[h][j / 2][j % 2 * 2 + i] = pack<X>(low, high);
+        }
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kBlockKeys / 16; ++step) {
+#pragma unroll
       for (int pair = 0; pair < kOutTiles / 2; ++pair) {
-        const int key = step * 16 + lane / 8 % 2 * 8 + lane % 8;
         uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, v_sh + 2 * (key * kPitch + pair * 16 + lane / 16 * 8));
-        mma<X>(acc[2 * pair], weights, b[0], b[1]);
-        mma<X>(acc[2 * pair + 1], weights, b[2], b[3]);
+        ptx::ldmatrix_x4_trans(b, v_lane + stage + 2 * (step * 16 * kPitch + pair * 16));
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          mma<X>(acc[h][2 * pair], weights[h][step], b[0], b[1]);
+          mma<X>(acc[h][2 * pair + 1], weights[h][step], b[2], b[3]);
+        }
       }
     }
   }
 
+  const int thread = ptx::thread_index_now();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    row_sum[half] += __shfl_xor_sync(kFullWarp, row_sum[half], 1);
-    row_sum[half] += __shfl_xor_sync(kFullWarp, row_sum[half], 2);
-    if (rows[half] >= steps) continue;
-    X* row = out + row_offset + rows[half] * pitch;
+  for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
-    for (int j = 0; j < kOutTiles; ++j) {
-      *reinterpret_cast<uint32_t*>(row + j * 8 + 2 * t) =
-          pack<X>(acc[j][2 * half] / row_sum[half], acc[j][2 * half + 1] / row_sum[half]);
+    for (int i = 0; i < 2; ++i) {
+      float sum = row_sum[h][i];
+      sum += __shfl_xor_sync(kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      const float inverse = 1.0f / sum;
+      if (query_of(thread, i) >= tile.y) continue;
+      X* row = out + (static_cast<int64_t>(tile.x + query_of(thread, i)) * heads + head + h) * kHeadDim;
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j) {
+        *reinterpret_cast<uint32_t*>(row + j * 8 + thread % 4 * 2) =
+            pack<X>(acc[h][j][2 * i] * inverse, acc[h][j][2 * i + 1] * inverse);
+      }
     }
   }
 }

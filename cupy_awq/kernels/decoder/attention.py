@@ -24,7 +24,11 @@ from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, LaunchPlan
 
 PREFILL_TILE = 64
-"""The number of queries, and the number of keys, per tile of ``attention_sm80``."""
+"""The number of queries per tile of ``attention_sm80``."""
+KEY_BLOCK = 32
+"""The number of keys per pipeline stage of ``attention_sm80``, those of a block of the cache."""
+STAGES, CTAS_PER_SM = 3, 2
+"""The number of pipeline stages of ``attention_sm80``, and the number of its CTAs per SM."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,14 @@ class Attention(MemoryBoundProblem):
     """Causal attention of rows, tokens of any sequences, to the tokens up to each of them.
 
     Attributes:
-        m: number of rows of q and of the result.
+        m: number of rows of qkv and of the result.
         heads, kv_heads: numbers of query heads and of KV heads.
         head_dim: number of columns per head.
         capacity: largest number of tokens per sequence in the KV cache.
         block_stride: stride of the KV cache between blocks, in elements.
-        dtype: dtype of q, the cache and the result, "float16" or "bfloat16".
+        dtype: dtype of qkv, the cache and the result, "float16" or "bfloat16".
+        eps: epsilon of the RMSNorm of heads.
+        norm: whether RMSNorm is applied to each head of q first.
         tiles: number of tiles of up to `PREFILL_TILE` rows, each of one sequence.
     """
 
@@ -48,12 +54,14 @@ class Attention(MemoryBoundProblem):
     capacity: int
     block_stride: int
     dtype: str
+    eps: float
+    norm: bool
     tiles: int
 
     COMMON = tuple(
-        (2, 8 * group, 8, head_dim, 32, 8, dtype, 1)
+        (2, 8 * group, 8, head_dim, 32, 8, dtype, 1e-6, norm, 1)
         for dtype in ("float16", "bfloat16")
-        for head_dim, _, groups in COMMON_HEADS
+        for head_dim, norm, groups in COMMON_HEADS
         for group in groups
     )
 
@@ -69,13 +77,13 @@ class Attention(MemoryBoundProblem):
 
     def defines(self) -> dict[str, int | str]:
         """Return the compile-time constants (name, value) of both kernels."""
-        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
+        return {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim, "QK_NORM": int(self.norm)}
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of both kernels; the buffers are q, k, v, `CACHE_BUFFERS` and out."""
+        """Return the arguments of both kernels: qkv, q_norm, cos, sin, k, v, `CACHE_BUFFERS`, out and sizes."""
         sizes = int32s(self.heads, self.kv_heads, self.capacity)
-        scalars = (*sizes, np.int64(self.block_stride), np.float32(self.head_dim**-0.5))
-        return ("q", "k", "v", *CACHE_BUFFERS, "out", *scalars)
+        scalars = (*sizes, np.int64(self.block_stride), *map(np.float32, (self.head_dim**-0.5, self.eps)))
+        return ("qkv", "q_norm", "cos", "sin", "k", "v", *CACHE_BUFFERS, "out", *scalars)
 
 
 class AttentionSm80(SoleConfigFamily[Attention]):
@@ -92,11 +100,17 @@ class AttentionSm80(SoleConfigFamily[Attention]):
 
     def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Attention.arguments`."""
-        grid = (problem.heads, problem.tiles, 1)
-        stages, tensors, padded_row_bytes = 2, 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
-        shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
+        # Two heads per CTA halve the reads of shared memory, but up to one wave of CTAs, the longest sets the time: on
+        # an H100, 512 and 1,024 tokens of 32 heads take 24 and 52 us with one head, 29 and 59 us with two. With other
+        # head dimensions, registers of two heads would spill.
+        two_heads = problem.head_dim % 32 == 0 and problem.heads // 2 * problem.tiles > CTAS_PER_SM * device.sm_count
+        cta_heads = count_cta_heads(problem.heads // problem.kv_heads, 1 + two_heads)
+        tensors, padded_row_bytes = 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
+        shared_bytes = STAGES * tensors * KEY_BLOCK * padded_row_bytes
+        defines = {**problem.defines(), "HEADS": cta_heads, "STAGES": STAGES, "CTAS_PER_SM": CTAS_PER_SM}
+        grid = (problem.heads // cta_heads, problem.tiles, 1)
         arguments = problem.arguments()
-        return plan_launch(device, self.NAME, problem.defines(), grid, 128, arguments, shared_bytes=shared_bytes)
+        return plan_launch(device, self.NAME, defines, grid, 128, arguments, shared_bytes=shared_bytes)
 
 
 class AttentionSimt(SoleConfigFamily[Attention]):

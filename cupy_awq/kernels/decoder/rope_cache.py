@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rope_cache``: apply RoPE to q and k in prefill, and append k and v to the KV cache."""
+"""``rope_cache``: apply RoPE to k in prefill, and append k and v to the KV cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NAME = "rope_cache"
 
 @dataclass(frozen=True)
 class RopeCaching(MemoryBoundProblem):
-    """A rotation of q and k by RoPE, and a copy of k and v to the KV cache.
+    """A rotation of k by RoPE, and a copy of k and v to the KV cache.
 
     Attributes:
         m, heads, kv_heads, head_dim, capacity, block_stride, dtype: as in `Attention`, for qkv instead of q.
         eps: epsilon of the RMSNorm of heads.
-        norm: whether RMSNorm is applied to each head of q and k first.
+        norm: whether RMSNorm is applied to each head of k first.
     """
 
     m: int
@@ -44,19 +44,16 @@ class RopeCaching(MemoryBoundProblem):
     )
 
     def __str__(self) -> str:
-        return (
-            f"rope q[{self.m}, {self.heads}, {self.head_dim}] and k[{self.m}, {self.kv_heads}, {self.head_dim}] "
-            f"{self.dtype}, append k and v to the cache"
-        )
+        return f"rope k[{self.m}, {self.kv_heads}, {self.head_dim}] {self.dtype}, append k and v to the cache"
 
     @property
     def nbytes(self) -> int:
-        """The size of q, k and v in bytes, read and written."""
-        return 2 * self.m * (self.heads + 2 * self.kv_heads) * self.head_dim * ITEMSIZE[self.dtype]
+        """The size of k and v in bytes, read and written."""
+        return 4 * self.m * self.kv_heads * self.head_dim * ITEMSIZE[self.dtype]
 
 
 def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are qkv, q_norm, k_norm, cos, sin, `CACHE_BUFFERS`, q, k and v."""
+    """Return the launch plan; the buffers are qkv, k_norm, cos, sin, `CACHE_BUFFERS`, k and v."""
     defines: dict[str, int | str] = {
         "X": TYPES[problem.dtype],
         "HEAD_DIM": problem.head_dim,
@@ -64,9 +61,9 @@ def plan(config: SoleConfig, problem: RopeCaching, device: Device) -> LaunchPlan
     }
     threads = 128
     sizes = int32s(problem.m, problem.heads, problem.kv_heads, problem.capacity)
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", *CACHE_BUFFERS, "q", "k", "v")
+    buffers = ("qkv", "k_norm", "cos", "sin", *CACHE_BUFFERS, "k", "v")
     arguments = (*buffers, *sizes, np.int64(problem.block_stride), np.float32(problem.eps))
-    ctas = ceil_div(problem.m * (problem.heads + 2 * problem.kv_heads), threads // 32)
+    ctas = ceil_div(problem.m * problem.kv_heads, threads // 32)
     return plan_launch(device, NAME, defines, (ctas, 1, 1), threads, arguments)
 
 

@@ -294,10 +294,9 @@ class CudaOps(DecoderOps):
         new = dict(zip(("q_norm", "k_norm", "cos", "sin"), (*norms, *rows.rotations[spec.rope]), strict=True))
         new["qkv"] = qkv
         if rows.has_drafts or not rows.splits:
-            q = self._empty((1, m, spec.q_width))
-            self.run(kernels.plan_rope_cache(self.device, *sizes, eps, norm=has_norm), **cached, **new, q=q)
+            self.run(kernels.plan_rope_cache(self.device, *sizes, eps, norm=has_norm), **cached, **new)
         if not rows.splits:
-            self.run(kernels.plan_attention(self.device, *sizes, rows.tiles), **cached, q=q, out=out)
+            self.run(kernels.plan_attention(self.device, *sizes, eps, has_norm, rows.tiles), **cached, **new, out=out)
             return out if order is None else gather_columns(out, order.order)
         options: dict[str, Any] = {"norm": has_norm, "orders_out": order is not None, "appended": rows.has_drafts}
         plan = kernels.plan_decode_attention(self.device, *sizes, eps, splits=rows.splits, **options)
