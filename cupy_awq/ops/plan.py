@@ -33,9 +33,10 @@ PREFETCHED_GATE_UP = 0.12
 
 On an H100, larger parts delay loads that are needed earlier.
 """
-PREFETCH_US, PREFETCHED_L2 = 1.25, 0.125
-"""The size of what a GEMM prefetches on other GPUs: its read time in microseconds, at most this part of the L2 cache.
+PREFETCH_US, PREFETCH_GATED_US, PREFETCHED_L2 = 1.25, 2.0, 0.125
+"""The size of what a GEMM prefetches of a plain, and of a gated, weight on other GPUs.
 
+It is its read time in microseconds, at most this part of the L2 cache.
 While a kernel ends and the next one starts, device memory has nothing else to read.
 """
 """The alignment in bytes of the copy of x in activation order, which is in a plan's workspace."""
@@ -363,7 +364,8 @@ def plan_prefetch(weight: PackedWeight, *, gated: bool) -> tuple[Array | None, N
     layout = FragmentLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
     half = tile_columns * layout.k_tiles * layout.weight_tile_bytes
     if not gpu.has(*HOPPER):
-        nbytes = min(PREFETCH_US * gpu.rates.read_gbs * 1e3, PREFETCHED_L2 * gpu.l2_bytes)
+        read_us = PREFETCH_GATED_US if gated else PREFETCH_US
+        nbytes = min(read_us * gpu.rates.read_gbs * 1e3, PREFETCHED_L2 * gpu.l2_bytes)
         return weight.repacked, NextWeight(min(half, int(nbytes / 2)), half)
     if gated:
         return weight.repacked, NextWeight(int(PREFETCHED_GATE_UP * half), half)
