@@ -142,10 +142,8 @@ class Router:
         check_sizes(experts=self.linear.n)
         count, kept = self.groups or (1, 1)
         if not 1 <= kept <= count or self.linear.n % count or 1 < count > self.linear.n // 2:
-            expected = (
-                f"at most as many groups to keep as groups, which divide {self.linear.n} experts by two or more each"
-            )
-            raise ValueError(f"groups: expected {expected}, got {kept!r:.80} of {count!r:.80}")
+            expected = f"a divisor of {self.linear.n} experts with two experts a group, and at most as many to keep"
+            raise ValueError(f"groups: expected {expected}, got {count!r:.80} and {kept!r:.80}")
         most = self.linear.n // count * kept
         if not 0 < self.top_k <= most:
             raise ValueError(f"top_k: expected an integer in 1..{most}, got {self.top_k!r:.80}")
