@@ -69,6 +69,17 @@ def test_random_weights_give_finite_and_different_logits() -> None:
     assert (logits.std(axis=1) > 0.01).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", *llm_models.EXPERT_FAMILIES])
+def test_a_model_whose_weights_are_created_on_the_gpu_runs(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    if family != "qwen3":
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128, "num_experts": 8}
+        config = {**llm_models.EXPERT_FAMILIES[family], **sizes, "shared_expert_intermediate_size": 128}
+        monkeypatch.setitem(speed.SHAPES, "tiny", llm_models.decoder(**config))
+    (row,) = speed.measure("tiny", batches=(1,), prompt_tokens=10, steps=4, index=0)
+    assert min(row.prompt_seconds, row.step_seconds, row.gbs) > 0
+
+
 @pytest.mark.parametrize("name", list(speed.SHAPES))
 def test_the_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
     c = speed.SHAPES[name]

@@ -118,26 +118,31 @@ def memory_error(index: int, error: object) -> MemoryError:
 def to_device(array: Array, index: int, dtype: Any = None) -> Array:
     """Return a copy of a NumPy array on GPU ``index``, or the array itself for ``check.HOST``.
 
-    A copy has the dtype ``dtype``, or that of the array for None.
+    A copy has the dtype ``dtype``, or that of the array for None. An array on the GPU is copied only to convert it.
     """
     if index == HOST:
         return array
     import cupy
 
     with use_device(index):
+        if isinstance(array, cupy.ndarray):
+            return array.astype(dtype or array.dtype, copy=False)
         out = cupy.empty(array.shape, dtype or array.dtype)
         copy_to(out, array)
         return out
 
 
 def copy_to(out: Array, array: Array) -> None:
-    """Copy a NumPy array to a contiguous array on the current GPU, converted to its dtype.
+    """Copy an array to a contiguous array on the current GPU, converted to its dtype.
 
-    Unlike ``cupy.asarray``, the function takes no page-locked memory of the array's size, which CuPy would keep, and it
+    Unlike ``cupy.asarray``, the function takes no page-locked memory of a NumPy array's size, which CuPy would keep. It
     converts `STAGED_VALUES` elements at a time.
     """
     import cupy
 
+    if isinstance(array, cupy.ndarray):
+        out[...] = array
+        return
     source, target = array.reshape(-1), out.reshape(-1)
     for i in range(0, source.size, STAGED_VALUES):
         target[i : i + STAGED_VALUES].set(source[i : i + STAGED_VALUES].astype(out.dtype, copy=False))
