@@ -150,7 +150,7 @@ def test_the_command_stores_the_fastest_configurations(
         get_elapsed_time=lambda begin, end: (end.us - begin.us) / 1e3,
         runtime=SimpleNamespace(memGetInfo=lambda: (10**9, 10**9)),
     )
-    names = "abs", "asarray", "concatenate", "ascontiguousarray", "empty", "ones", "tile", "zeros"
+    names = "abs", "asarray", "concatenate", "ascontiguousarray", "empty", "ndarray", "ones", "tile", "zeros"
     functions = {name: getattr(np, name) for name in names}
     pool = SimpleNamespace(free_bytes=lambda: 0)
     monkeypatch.setitem(
