@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import stat
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,12 +159,14 @@ class HeaderLimits:
 
 
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_maps_lock = threading.Lock()
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
     """Return the memory map of an open file, read-only, whose pages `release_pages` can free."""
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    _maps.add(mapped)
+    with _maps_lock:
+        _maps.add(mapped)
     return mapped
 
 
@@ -173,9 +176,12 @@ def release_pages() -> None:
     Call it after a copy of tensors, so that files and copies are not in memory at once. This matters most where a GPU
     shares memory with the CPU.
     """
-    for mapped in list(_maps):
+    with _maps_lock:
+        maps = list(_maps)
+    for mapped in maps:
         if hasattr(mapped, "madvise"):
-            mapped.madvise(mmap.MADV_DONTNEED)
+            with contextlib.suppress(OSError):  # locked pages
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def check_file_name(name: object, where: str) -> str:

@@ -73,8 +73,6 @@ class EventStream:
         finally:
             self._unfinished.clear()
             self._on_end()
-        if self._error is not None:
-            raise self._error
 
     async def _send_all(self, send: Send) -> None:
         self._write(b"".join(self._reply.event(i, delta) for i, delta in self._first))
@@ -89,6 +87,9 @@ class EventStream:
                 self._sending_since, self._waiting = math.inf, b""
                 for i in tuple(self._unfinished):
                     self._flush(i)
+        if self._error is not None:
+            raise self._error  # before the end of the body, so that the reply does not look complete
+        self._sending_since = time.monotonic()
         await send({"type": "http.response.body", "body": b""})
 
     def _flush(self, i: int) -> None:
@@ -98,7 +99,8 @@ class EventStream:
         events = []
         try:
             deltas, is_last = self._generations[i].take()
-            events += [self._reply.event(i, replies.check(delta)) for delta in deltas]
+            for delta in deltas:
+                events.append(self._reply.event(i, replies.check(delta)))  # also if a later one raises
             if is_last:
                 self._unfinished.remove(i)
                 events += [] if self._unfinished else self._reply.end(self._generations)

@@ -208,11 +208,12 @@ def count_units(config: ExpertGemmConfig, problem: ExpertProduct) -> int:
 
 
 def reduction(config: ExpertGemmConfig, problem: ExpertProduct) -> Reduction | None:
-    """Return the order of the additions along K, or None for the sum over the slots of a token.
+    """Return the order of the additions along K, or None for one row per unit.
 
-    Without chains it is that of ``gemm_mma_fragments``.
+    A unit of one row is multiplied by codes without their zero points, which rounds otherwise. Without chains the order
+    of other units is that of ``gemm_mma_fragments``.
     """
-    if problem.rows == "tokens":
+    if problem.rows != "sorted":
         return None
     math = f"mma with accumulators scaled after {min(WEIGHT_TILE_K, problem.group_size)} rows"
     if config.block_m == 8 and problem.fragments.groups == 1:

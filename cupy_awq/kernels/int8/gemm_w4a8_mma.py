@@ -132,8 +132,9 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8MmaConfig]:
 
 def _configs(problem: Int8Problem, device: Device) -> Iterator[GemmW4A8MmaConfig]:
     is_async = device.has(Capability.CP_ASYNC)
+    triple = TRIPLE_BLOCK_M - 16 * problem.fp8  # e4m3 takes more registers
     for block_m in _heights(problem.m):
-        for warps_n, most in ((8, 1), (4, 3 if block_m <= TRIPLE_BLOCK_M else 2)):
+        for warps_n, most in ((8, 1), (4, 3 if block_m <= triple else 2)):
             shape = GemmW4A8MmaConfig(block_m, warps_n, 1, is_async)
             config = with_stages(shape, most, MAX_STAGES if is_async else 2, problem, device)
             if config is not None:

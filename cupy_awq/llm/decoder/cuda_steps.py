@@ -362,7 +362,8 @@ def choose_blocks(ops: LaunchingOps, rows: int, positions: int, tokens: int | No
     Raises ValueError if they do not fit into ``free_bytes``, of which an eighth is for the memory of the graphs.
     """
     block_bytes = states.count_bytes(ops.config.layers, BLOCK, ops.dtype.itemsize)
-    room = free_bytes * 7 // 8
+    slot_bytes = 5 * ops.config.vocab  # of the penalties and biases of a row
+    room = (free_bytes - (1 + rows) * slot_bytes) * 7 // 8
     blocks = count_blocks(rows * positions if tokens is None else tokens)
     if tokens is None:
         blocks = max(1, min(blocks, room // block_bytes))
