@@ -72,6 +72,7 @@ class Product:
     ("arch", "layout", "dtype", "group_size", "zeros", "gated"),
     [
         (60, AWQ, "float32", 64, "packed", True),
+        (75, AWQ, "float16", 64, "packed", False),
         (75, FRAGMENTS, "float16", 64, "packed", True),
         pytest.param(75, FRAGMENTS, "float16", 128, "float", False, marks=pytest.mark.slow),
         (80, FRAGMENTS, "bfloat16", 128, "packed", True),
