@@ -71,7 +71,7 @@ def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> Non
 
 
 def test_a_stacked_tensor_beside_one_of_an_expert_is_named(tmp_path: Path) -> None:
-    """In an MLX file of Mixtral, ``switch_mlp.up_proj`` has all experts' w3; a second w3 of one expert is an error."""
+    """MLX files of Mixtral stack w3 of all experts in ``switch_mlp.up_proj``; another w3 of one expert is an error."""
     path = write_quantized(tmp_path, llm_models.EXPERT_FAMILIES["mixtral"], "mlx")
     found, layer = load_file(path / "model.safetensors"), "model.layers.1.block_sparse_moe"
     for part in ("weight", "scales", "biases"):
