@@ -79,6 +79,15 @@ class Comparison:
         """Return the run that compare.py has stored in a JSON file."""
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
+    @classmethod
+    def pool(cls, paths: Iterable[Path]) -> Comparison:
+        """Return the cells of several files of one GPU as one run, with the rates of the first one."""
+        run, *others = map(cls.read, paths)
+        for other in others:
+            run.us.update(other.us)
+            run.ratios.update(other.ratios)
+        return run
+
     def by_band(self) -> list[tuple[str, list[Cell]]]:
         """Return (range of M, our cells) for each of BANDS that has cells; the last range ends at the largest M."""
         largest = max((m for _, _, m in self.ratios), default=0)
@@ -164,7 +173,7 @@ class Comparison:
         return rows
 
     def bands(self) -> str:
-        """Return the README's table by range of M: ours / roofline, best peer / ours and its smallest value."""
+        """Return a table by range of M: ours / roofline, best peer / ours and its smallest value."""
         rows = [[row[0], row[1], row[3], row[5]] for row in self.summary()]
         return markdown(BANDS_HEADER, rows)
 
