@@ -64,6 +64,7 @@ def test_a_system_without_these_files_uses_every_core(tmp_path: Path) -> None:
         (["generate", "--", "--threads", "3"], {}, "7"),
         (["generate", "x"], {"OMP_NUM_THREADS": "9"}, None),
         (["generate", "--threads"], {}, None),
+        ([], {}, "7"),
         (["generate", "--threads", "many"], {}, None),
         (["generate", "--threads", "0"], {}, None),
     ],

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import pytest
 from cupy_awq.llm import Engine, LanguageModel, load
 from cupy_awq.serve.protocol import ChatBody
 from cupy_awq.serve.reasoning import ReasoningSplitter
+from cupy_awq.tools import command_line
 from tests import llm_models
 from tests.serving import Running
 from tests.test_project import ROOT, python
@@ -414,6 +416,14 @@ def test_running_streams_end_with_an_error_event_when_the_server_ends(model: Lan
         running.stop()
         thread.join()
     assert "error" in events[-1] or events[-1] == "[DONE]"
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command_line.main(["serve", str(ROOT), "--port", str(port)]) == 2
+    expected = f"--host, --port: expected a free address of this machine, got 127.0.0.1 and {port}: Address already"
+    assert expected in capsys.readouterr().err
 
 
 def test_a_port_for_others_needs_a_key() -> None:

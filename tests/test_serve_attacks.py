@@ -362,15 +362,24 @@ def test_duplicate_keys_take_the_last(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "message"),
     [
-        {"Content-Type": "text/plain"},
-        {"Content-Type": "application/x-www-form-urlencoded"},
-        {"Content-Encoding": "gzip"},
+        ({"Content-Type": "text/plain"}, "content-type: expected application/json, got 'text/plain'"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "content-type: expected application/json, got"),
+        ({"Content-Encoding": "gzip"}, "content-encoding: expected none, got 'gzip'"),
     ],
 )
-def test_bodies_of_other_types_are_refused_as_pages_of_a_browser_can_send_them(server: Running, headers: Any) -> None:
-    assert server.post(CHAT, {"model": "tiny"}, headers)[0] == 415
+def test_bodies_of_other_types_are_refused_as_pages_of_a_browser_can_send_them(
+    server: Running, headers: Any, message: str
+) -> None:
+    status, answer = server.post(CHAT, {"model": "tiny"}, headers)
+    assert (status, answer["error"]["message"].startswith(message)) == (415, True)
+
+
+@pytest.mark.parametrize(("stop", "most"), [(["x"] * 17, "16 texts, got 17"), ("x" * 257, "256 characters, got 257")])
+def test_limits_of_stop_strings_say_what_they_count(server: Running, stop: Any, most: str) -> None:
+    status, answer = server.post(COMPLETE, {"model": "tiny", "prompt": "x", "stop": stop})
+    assert (status, answer["error"]["message"]) == (400, f"stop: expected at most {most}")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:80", "", "127.0.0.1.evil", "[::2]:80"])

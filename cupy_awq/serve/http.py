@@ -66,8 +66,11 @@ class Protocol(H11Protocol):
 async def read_body(request: Request, limits: Limits) -> bytes:
     """Return the body of a JSON request. Raises ApiError if it has another type, is too large or comes too slowly."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, f"content-type: expected uncompressed application/json, got {kind!r:.80}")
+    if kind != "application/json":
+        raise ApiError(415, f"content-type: expected application/json, got {kind!r:.80}")
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise ApiError(415, f"content-encoding: expected none, got {encoding!r:.80}")
     parts: list[bytes] = []
 
     async def read() -> None:

@@ -17,6 +17,17 @@ from cupy_awq.serve.server import Server, Settings
 LOG = logging.getLogger(__name__)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address. Raises ValueError if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"--host, --port: expected a free address of this machine, got {host} and {port}: {error.strerror}"
+        ) from None
+
+
 class Listener(uvicorn.Server):
     """A server on a port. Call `run`; it ends by SIGINT or SIGTERM, or when the engine fails.
 
@@ -47,15 +58,14 @@ class Listener(uvicorn.Server):
         )
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen on the address and report it. Raises OSError if that is not possible."""
-        host, family = self.config.host, socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        """Listen on the address and report it. Raises ValueError if that is not possible."""
         try:
-            listening = socket.create_server((host, self.config.port), family=family)
-        except OSError:
+            listening = listen(self.config.host, self.config.port)
+        except ValueError:
             self._engine.close()
             raise
         await super().startup([listening])
-        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        shown = f"[{self.config.host}]" if listening.family == socket.AF_INET6 else self.config.host
         LOG.info("serving %s at http://%s:%d/v1", self._name, shown, listening.getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:

@@ -117,8 +117,8 @@ class Body(msgspec.Struct, kw_only=True):
     def check(self, limits: Limits) -> None:
         """Raise ApiError if a number of values is above its limit."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        _check_count("stop", len(stops), limits.stops)
-        _check_count("stop", max(map(len, stops), default=0), limits.stop_characters)
+        _check_count("stop", len(stops), limits.stops, " texts")
+        _check_count("stop", max(map(len, stops), default=0), limits.stop_characters, " characters")
         _check_count("n", self.n or 0, limits.n)
 
     def sampling(self, defaults: Mapping[str, Any]) -> Sampling:
@@ -269,9 +269,9 @@ def decode(data: bytes, kind: type[B], limits: Limits) -> B:
     return body
 
 
-def _check_count(name: str, count: int, most: int) -> None:
+def _check_count(name: str, count: int, most: int, unit: str = "") -> None:
     if count > most:
-        raise ApiError(400, f"{name}: expected at most {most}, got {count!r:.40}", param=name)
+        raise ApiError(400, f"{name}: expected at most {most}{unit}, got {count!r:.40}", param=name)
 
 
 OPENING, CLOSING = b"[{", b"]}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import MutableMapping, Sequence
@@ -32,7 +33,7 @@ def limit(arguments: Sequence[str], environment: MutableMapping[str, str]) -> No
 def _find_option(arguments: Sequence[str]) -> str | None:
     """Return the value of the last ``--threads N`` or ``--threads=N``, or None without the option."""
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument == "--":
             break
         if argument == OPTION:

@@ -198,7 +198,8 @@ def _generate_file(args: argparse.Namespace, sampling: Any) -> int:
     else:
         failed = generate_file.run_on_ray(args.ray, args.actors, args.model, args.device, *files)
     if failed:
-        print(f"generate: {failed} prompts have an error instead of an answer", file=sys.stderr)
+        what = "1 prompt has" if failed == 1 else f"{failed} prompts have"
+        print(f"generate: {what} an error instead of an answer", file=sys.stderr)
     return int(failed > 0)
 
 

@@ -112,7 +112,7 @@ def tune_interpreter() -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        from cupy_awq.serve.listener import Listener
+        from cupy_awq.serve.listener import Listener, listen
         from cupy_awq.serve.server import LOCAL_HOSTS, Settings
     except ImportError as error:
         raise ValueError(
@@ -126,6 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError(f"--host: expected an --api-key for an address other than 127.0.0.1, got none for {args.host}")
     limits = Limits(**dict(map(_read_limit, args.limit)))
     sampling = read_sampling(locate(args.model))
+    listen(args.host, args.port).close()  # an address that is taken is an error before the model is loaded
     logging.basicConfig(format="%(message)s")
     logging.getLogger("cupy_awq").setLevel(logging.INFO)
     model = llm.load(args.model, device=args.device, batch_invariant=args.batch_invariant)
