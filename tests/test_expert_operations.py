@@ -9,6 +9,7 @@ import pytest
 
 from cupy_awq.check import HOST
 from cupy_awq.kernels import select
+from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.runtime import device
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.expert_operations import GemmGrouped, Moe, touched_bytes, typical_problems
@@ -28,6 +29,17 @@ def test_problems_of_a_layer_have_kernels_on_every_path(arch: int, m: int) -> No
     key = product.tuning_key
     assert key is not None
     assert key.shapes == ("experts sorted 8 2048x768",)
+
+
+@pytest.mark.parametrize("name", ["p100", "gtx-1080", "v100", "t4", "agx-orin", "rtx-4090", "h100"])
+def test_modelled_times_are_at_least_those_of_the_reads_of_the_weights(name: str) -> None:
+    gpu = device.KNOWN[name]
+    for m in (1, 16):
+        (product,) = typical_problems("gemm_grouped", (4096, 14336), m, Settings(HOST, experts=8, top_k=2), gpu)
+        times = [row.us for row in select.explain_kernels(product, gpu) if row.us is not None]
+        assert times
+        assert isinstance(product, ExpertProduct)
+        assert min(times) > 0.9 * gpu.read_us(product.touched_bytes)
 
 
 def test_explain_prints_every_launch(capsys: pytest.CaptureFixture[str]) -> None:

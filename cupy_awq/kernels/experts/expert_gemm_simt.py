@@ -33,7 +33,9 @@ def configs(problem: ExpertProduct, device: Device) -> list[SoleConfig]:
 
 
 def estimate_us(config: SoleConfig, problem: ExpertProduct, device: Device) -> float:
-    return problem.pairs * problem.n / 8 * problem.k * PRODUCT_US / device.sm_count
+    """Return the run time in microseconds: that of the products, and at least that of the reads."""
+    products_us = problem.pairs * problem.n / 8 * problem.k * PRODUCT_US / device.sm_count
+    return device.rates.launch_us + max(products_us, device.read_us(problem.touched_bytes + problem.activation_bytes))
 
 
 def reduction(config: SoleConfig, problem: ExpertProduct) -> Reduction:
