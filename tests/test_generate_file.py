@@ -62,6 +62,14 @@ def test_invalid_prompts_have_errors_and_others_have_answers(folder: Path, tmp_p
     assert ["error" in answer for answer in found] == [False, True, True, False]
 
 
+def test_files_are_checked_before_the_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    assert generate(tmp_path, source, tmp_path / "absent" / "out.jsonl") == 2
+    assert "out.jsonl: expected a file in a folder that exists, got none" in capsys.readouterr().err
+    assert generate(tmp_path, write(tmp_path / "in.jsonl", [1]), tmp_path / "out.jsonl") == 2
+    assert "in.jsonl: line 1: expected an object with a prompt" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ ACTOR_BATCHES, MAX_BATCH = 4, 128
 """The least batches per actor, so that all actors end at about the same time, and the most prompts per batch."""
 
 
-def run(model: LanguageModel, source: Path, target: Path, options: dict[str, Any]) -> int:
+def run(load: Callable[[], LanguageModel], source: Path, target: Path, options: dict[str, Any]) -> int:
     """Answer each prompt of a file once, in its order; return the number of prompts without an answer.
 
     A line of ``source`` is blank or an object with a "prompt", a text or messages, and an "id", a text or an integer,
@@ -34,7 +34,7 @@ def run(model: LanguageModel, source: Path, target: Path, options: dict[str, Any
     prompt that is invalid, "error". A prompt whose id ``target`` has already is not answered again.
 
     Args:
-        model: the model.
+        load: a function that returns the model, which is called when the files are known to be valid.
         source, target: the files, in UTF-8; ``target`` is appended to, and may be a pipe or a device.
         options: "raw" and fields of `cupy_awq.llm.Request`, such as "max_tokens".
 
@@ -44,7 +44,7 @@ def run(model: LanguageModel, source: Path, target: Path, options: dict[str, Any
         OSError: a file cannot be read or written.
     """
     prompts = _read_missing(source, target)
-    with Engine(model) as engine:
+    with Engine(load()) as engine:
         return _write(target, prompts, answer_all(engine, (prompt for _, prompt in prompts), **options))
 
 
@@ -124,6 +124,8 @@ def _read_missing(source: Path, target: Path) -> list[tuple[Any, Any]]:
 
     Once both files are known to be valid, a last line of ``target`` that was not written to its end is cut off.
     """
+    if not target.parent.is_dir():
+        raise ValueError(f"{target}: expected a file in a folder that exists, got none")
     data = target.read_bytes() if target.is_file() else b""  # reading a pipe or a device back could last forever
     end = data.rfind(b"\n") + 1
     done = {_read_answer(target, line) for line in _read_lines(target, data[:end])}

@@ -194,7 +194,7 @@ def _generate_file(args: argparse.Namespace, sampling: Any) -> int:
     options |= {"special_tokens": args.special_tokens, "template_args": dict(args.template_arg)}
     files = args.input, args.output, options
     if args.ray is None:
-        failed = generate_file.run(_load(args.model, args.device), *files)
+        failed = generate_file.run(lambda: _load(args.model, args.device), *files)
     else:
         failed = generate_file.run_on_ray(args.ray, args.actors, args.model, args.device, *files)
     if failed:
