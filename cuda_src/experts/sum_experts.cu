@@ -21,9 +21,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 int ldy) {
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
-  const int column = (blockIdx.x * THREADS + threadIdx.x) * 8;
+  const unsigned row_ctas = ceil_div(n, 8 * THREADS);  // number of CTAs per token
+  const int column = (blockIdx.x % row_ctas * THREADS + threadIdx.x) * 8;
   if (column >= n) return;
-  const int64_t token = blockIdx.y;
+  const int64_t token = blockIdx.x / row_ctas;
   Vector<X, 8> added = {};
   if constexpr (HAS_SHARED) load<ALIGNED>(added, shared + token * ld_shared + column);
   float sums[8] = {};

@@ -29,8 +29,6 @@ CLUSTER_CTAS = 8
 """The number of CTAs of the clusters that sort and route."""
 MAX_CLUSTER_ROUTER_BYTES = 2 << 20
 """The largest size in bytes of the weight of a router that a cluster reads for a token."""
-MAX_TOKENS = 65535
-"""The largest number of tokens of a sum, the size of a grid along y."""
 SHARED_PAIRS = 2048
 """The smallest number of pairs that the CTAs of a cluster sort together."""
 
@@ -289,9 +287,6 @@ class SumExperts(SoleConfigFamily[ExpertSum]):
 
     NAME = "sum_experts"
 
-    def refusal(self, problem: ExpertSum, device: Device) -> str | None:
-        return None if problem.m <= MAX_TOKENS else f"needs at most {MAX_TOKENS} tokens, not {problem.m}"
-
     def plan(self, config: SoleConfig, problem: ExpertSum, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are pairs, ids, shared and y."""
         threads = 64
@@ -301,7 +296,7 @@ class SumExperts(SoleConfigFamily[ExpertSum]):
             "ALIGNED": int(problem.aligned),
         }
         sizes = int32s(problem.n, problem.top_k, problem.experts, problem.ld_shared, problem.ldy)
-        grid = ceil_div(problem.n, 8 * threads), problem.m, 1
+        grid = ceil_div(problem.n, 8 * threads) * problem.m, 1, 1
         return _plan(device, self.NAME, defines, grid, threads, ("pairs", "ids", "shared", "y", *sizes))
 
 
