@@ -146,9 +146,10 @@ class Server:
         """Raise ApiError unless the request has a valid key or, without keys, a known host."""
         keys, hosts = self._settings.keys, self._settings.hosts
         if keys and request.url.path != "/":
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
             # Compare with all keys, so that the time tells nothing about them.
-            if not sum(hmac.compare_digest(given, key.encode()) for key in keys):
+            is_known = sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
+            if scheme.lower() != "bearer" or not is_known:
                 raise ApiError(
                     401, "authorization: expected Bearer and a valid key, got another", code="invalid_api_key"
                 )
@@ -301,7 +302,7 @@ class Server:
     def _key(self, request: Request) -> str:
         """Return who asks: the key, or the client's address."""
         client = request.client.host if request.client else ""
-        return request.headers.get("authorization", client) if self._settings.keys else client
+        return request.headers.get("authorization", "").partition(" ")[2] if self._settings.keys else client
 
     def _salt(self, request: Request) -> str:
         """Return the owner of cached prefixes: one per key, so that no key can time what another has asked."""

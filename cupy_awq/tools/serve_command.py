@@ -121,6 +121,8 @@ def _serve(args: argparse.Namespace) -> int:
     from cupy_awq import llm
     from cupy_awq.llm.engine.draft import NgramDraft
 
+    if "" in args.api_key:  # such as that of a variable that is not set: everybody could pass it
+        raise ValueError("--api-key: expected a key, got an empty text")
     keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     if args.host not in ("127.0.0.1", "localhost", "::1") and not keys:
         raise ValueError(f"--host: expected an --api-key for an address other than 127.0.0.1, got none for {args.host}")
