@@ -145,7 +145,8 @@ class Server:
     def _check_access(self, request: Request) -> None:
         """Raise ApiError unless the request has a valid key or, without keys, a known host."""
         keys, hosts = self._settings.keys, self._settings.hosts
-        if keys and request.url.path != "/":
+        # Not request.url.path, which Starlette 0.46 to 1.0, at least, take from a header such as "Host: x/?".
+        if keys and request.scope["path"] != "/":
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             # Compare with all keys, so that the time tells nothing about them.
             is_known = sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
@@ -183,7 +184,7 @@ class Server:
     async def _not_found(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         headers = getattr(error, "headers", None) or {}  # "Allow" for the status 405
-        message = f"path: expected a known one, got {request.url.path!r:.80}"
+        message = f"path: expected a known one, got {request.scope['path']!r:.80}"
         if "Allow" in headers:
             message = f"method: expected {headers['Allow']}, got {request.method!r:.80}"
         reply = _error(ApiError(status, message))
