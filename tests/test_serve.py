@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,15 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from starlette.datastructures import URL
-from starlette.requests import Request
 
 from cupy_awq.llm import Engine, LanguageModel, load
-from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.protocol import ChatBody
 from cupy_awq.serve.reasoning import ReasoningSplitter
-from cupy_awq.serve.server import Server, Settings
-from cupy_awq.tools import command_line
 from tests import llm_models
 from tests.serving import Running
 from tests.test_project import ROOT, python
@@ -421,32 +415,6 @@ def test_running_streams_end_with_an_error_event_when_the_server_ends(model: Lan
         running.stop()
         thread.join()
     assert "error" in events[-1] or events[-1] == "[DONE]"
-
-
-def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert command_line.main(["serve", str(ROOT), "--port", str(port)]) == 2
-    expected = f"--host, --port: expected a free address of this machine, got 127.0.0.1 and {port}: "
-    assert expected in capsys.readouterr().err
-
-
-def test_a_port_for_others_needs_a_key(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["serve", "absent", "--host", "0.0.0.0"]
-    assert command_line.main(command) == 2
-    assert "expected an --api-key for an address other than 127.0.0.1" in capsys.readouterr().err
-    assert command_line.main([*command, "--api-key", ""]) == 2
-    assert "--api-key: expected a key, got an empty text" in capsys.readouterr().err
-
-
-def test_no_host_header_makes_a_path_look_like_that_of_the_page(model: LanguageModel) -> None:
-    with Engine(model) as engine:
-        server = Server(engine, Settings("tiny", ("secret",)))
-        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", b"x/?")]}
-        request = Request(scope)
-        request._url = URL("http://x/?/v1/models")  # as Starlette 0.46 joins it
-        with pytest.raises(ApiError, match="authorization"):
-            server._check_access(request)
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the server: limits, deadlines of requests, the model's sampling parameters, and the end of its process."""
+"""Options of the server: address and keys, limits, deadlines, the model's sampling parameters, and its end."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import URL
+from starlette.requests import Request as HttpRequest
 
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import Engine, LanguageModel, QueueFullError, Request, load
+from cupy_awq.serve.errors import ApiError
 from cupy_awq.serve.limits import Limits
 from cupy_awq.serve.listener import Listener
 from cupy_awq.serve.server import Server, Settings
@@ -25,6 +29,7 @@ from cupy_awq.tools.serve_command import read_sampling
 from tests import llm_models
 from tests.fake_engine import make_engine
 from tests.serving import Running
+from tests.test_project import ROOT
 
 COMPLETE = "/v1/completions"
 
@@ -181,3 +186,29 @@ def test_the_address_is_reported_once_the_port_is_taken(model: LanguageModel, ca
         with pytest.raises(QueueFullError):
             engine.submit("x")
     assert not caplog.messages
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(ROOT), "--port", str(port)]) == 2
+    expected = f"host, port: expected a free address of this machine, got 127.0.0.1, {port}: "
+    assert expected in capsys.readouterr().err
+
+
+def test_a_port_for_others_needs_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["serve", "absent", "--host", "0.0.0.0"]
+    assert main(command) == 2
+    assert "expected an --api-key for an address other than 127.0.0.1" in capsys.readouterr().err
+    assert main([*command, "--api-key", ""]) == 2
+    assert "--api-key: expected a key, got an empty text" in capsys.readouterr().err
+
+
+def test_no_host_header_makes_a_path_look_like_that_of_the_page(model: LanguageModel) -> None:
+    with Engine(model) as engine:
+        server = Server(engine, Settings("tiny", ("secret",)))
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", b"x/?")]}
+        request = HttpRequest(scope)
+        request._url = URL("http://x/?/v1/models")  # as Starlette 0.46 joins it
+        with pytest.raises(ApiError, match="authorization"):
+            server._check_access(request)

@@ -18,14 +18,13 @@ LOG = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address. Raises ValueError if that is not possible."""
+    """Return a socket that listens on an address. Raises OSError if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ValueError(
-            f"--host, --port: expected a free address of this machine, got {host} and {port}: {error.strerror}"
-        ) from None
+        reason = str(error.strerror).partition(" (")[0]
+        raise OSError(f"host, port: expected a free address of this machine, got {host}, {port}: {reason}") from None
 
 
 class Listener(uvicorn.Server):
@@ -58,10 +57,10 @@ class Listener(uvicorn.Server):
         )
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen on the address and report it. Raises ValueError if that is not possible."""
+        """Listen on the address and report it. Raises OSError if that is not possible."""
         try:
             listening = listen(self.config.host, self.config.port)
-        except ValueError:
+        except OSError:
             self._engine.close()
             raise
         await super().startup([listening])
