@@ -77,7 +77,8 @@ def test_openai(url: str, model: LanguageModel) -> None:
     messages = [*ASK, {"role": "assistant", "tool_calls": [call.model_dump()]}]
     messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
     assert ask(**{**base, "messages": messages}, tools=TOOLS).choices[0].finish_reason in ("stop", "length")
-    pair = client.completions.create(model=base["model"], prompt=["1 2 3", "a b c"], max_tokens=5, logprobs=2, n=2)
+    options: Any = {"max_tokens": 5, "logprobs": 2, "n": 2, "extra_body": {"ignore_eos": True}}
+    pair = client.completions.create(model=base["model"], prompt=["1 2 3", "a b c"], **options)
     assert [len(choice.logprobs.tokens) for choice in pair.choices] == [5] * 4
     for wrong, kind in (({"model": "no"}, openai.NotFoundError), ({"max_tokens": 0}, openai.BadRequestError)):
         with pytest.raises(kind):
@@ -162,6 +163,7 @@ def test_lm_eval(url: str, model: LanguageModel, folder: Path, tmp_path: Path) -
         "doc_to_text": "{{q}}",
         "doc_to_choice": "{{c}}",
         "doc_to_target": "a",
+        "target_delimiter": "",
     }
     (tmp_path / "local.yaml").write_text(json.dumps(task))
     where = f"model=tiny,base_url={url}/completions,tokenizer={folder},max_length=2048"
