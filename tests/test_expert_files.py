@@ -40,6 +40,9 @@ def change_experts(found: dict[str, np.ndarray], change: str) -> None:
         for part in ("scales", "qzeros"):
             name = f"{layer}.experts.3.up_proj.{part}"
             found[name] = np.repeat(found[name], 2, axis=0)
+    elif change == "extra":
+        for part in ("qweight", "scales", "qzeros"):
+            found[f"{layer}.experts.5.down_proj.{part}"] = found[f"{layer}.experts.4.down_proj.{part}"].copy()
     elif change == "router":
         found[f"{layer}.gate.weight"] = found[f"{layer}.gate.weight"][:4].copy()
     else:
@@ -53,12 +56,13 @@ def change_experts(found: dict[str, np.ndarray], change: str) -> None:
     [
         ("missing", r"experts\.3\.up_proj"),
         ("groups", r"experts\.3\.up_proj': group_size: expected 16 as in"),
+        ("extra", r"model\.layers\.1\.mlp\.experts\.5\.down_proj: expected 5 experts, got more"),
         ("router", r"model\.layers\.1\.mlp\.gate"),
         ("fused and split", r"experts\.\d\.up_proj"),
     ],
 )
 def test_bad_experts_are_named(tmp_path: Path, change: str, message: str) -> None:
-    """An error names the tensor when an expert is missing or has other groups, or when two tensors have one name.
+    """An error names the tensor if an expert is missing, extra or has other groups, or if two tensors have one name.
 
     The router, too, may have another number of experts than the layer.
     """
@@ -86,6 +90,7 @@ def test_a_stacked_tensor_beside_one_of_an_expert_is_named(tmp_path: Path) -> No
     [
         ({"n_group": 3}, "groups: expected a divisor of 8 experts .*, got 3 and 2"),
         ({"n_group": 8, "topk_group": 4}, "groups: expected .* two experts a group, .*, got 8 and 4"),
+        ({"topk_group": 0}, "topk_group: expected a positive integer, got 0"),
         ({"topk_group": 5}, "groups: expected .* at most as many to keep, got 4 and 5"),
         ({"topk_group": 1}, r"top_k: expected an integer in 1\.\.2, got 3"),
         (

@@ -104,6 +104,7 @@ class _FileWeights(LayerWeights):
         correction = None
         if bias is not None:
             correction = self._files.read_tensor(f"{name}.{bias}", (spec.router.linear.n,))
+        self._check_last_expert(spec)
         experts = [(self._read(mlp.gate), self._read(mlp.up), self._read(mlp.down)) for mlp in spec.mlps]
         shared = None if spec.shared is None else experts.pop()
         shared_gate = None if spec.shared_gate is None else self._read_router(spec.shared_gate)
@@ -113,6 +114,15 @@ class _FileWeights(LayerWeights):
             return self._ops.make_experts(spec, router, correction, experts, shared, shared_gate)
         except ValueError as error:
             raise ValueError(f"{self._files.path}: {name}: {error}") from None
+
+    def _check_last_expert(self, spec: Experts) -> None:
+        """Raise CheckpointError if the files contain more experts of the layer than its router chooses from."""
+        count = spec.router.linear.n
+        after = spec.mlp(count)
+        for linear in (after.gate, after.up, after.down):
+            name = f"{self._layer.name}.{linear.name}"
+            if name in self._files.tensors or f"{name}.weight" in self._files.tensors:
+                raise CheckpointError(f"{self._files.path}: {name}: expected {count} experts, got more")
 
     def _read_router(self, linear: LinearSpec) -> Module | DenseLinear:
         part = self._files.read_linear(linear, self._layer.name)

@@ -37,15 +37,16 @@ GGUF_DEFAULTS: Mapping[str, Any] = {
 
 def describe(table: Table) -> Decoder:
     """Return the description of a GLM-4.5 model. Raises ValueError for an unsupported configuration."""
-    table = table.with_defaults(rms_norm_eps=1e-5)
-    width, groups = table.integer("moe_intermediate_size"), table.integer("n_group", 1)
+    table = table.with_defaults(rms_norm_eps=1e-5, topk_group=1)
+    width = table.integer("moe_intermediate_size")
+    groups, kept = table.integer("n_group", 1), table.integer("topk_group")
     router = Router(
         table.linear("mlp.gate", table.integer("hidden_size"), table.integer("n_routed_experts")),
         table.integer("num_experts_per_tok"),
         table.flag("norm_topk_prob", default=True),
         "sigmoid",
         "mlp.gate.e_score_correction_bias",
-        (groups, table.integer("topk_group", 1)) if groups > 1 else None,
+        (groups, kept) if groups > 1 else None,
         table.number("routed_scaling_factor", 1.0),
     )
     shared = llama.gated_mlp(table, "mlp.shared_experts", width * table.integer("n_shared_experts", 1))
