@@ -130,10 +130,10 @@ def test_instructor(url: str) -> None:
         assert client.chat.completions.create(response_model=Answer, **options).x in (True, False)
 
 
-def run(*command: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
+def run(folder: Path, *command: str, **environment: str) -> str:
+    """Run a module in a folder, where it may write files, and return its output."""
+    variables, whole = {**os.environ, **environment}, [sys.executable, "-m", *command]
+    result = subprocess.run(whole, capture_output=True, text=True, check=False, cwd=folder, env=variables)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout
 
@@ -145,7 +145,7 @@ def test_llm(url: str, model: LanguageModel, tmp_path: Path) -> None:
     wanted = model.generate("Hello", max_tokens=9)[0].text
     for more in ([], ["--no-stream"]):
         options = ["-m", "tiny", "-o", "max_tokens", "9", "-o", "temperature", "0", *more, "Hello"]
-        out = run("llm", *options, LLM_USER_PATH=str(tmp_path), LLM_LOAD_PLUGINS="", OPENAI_API_KEY="x")
+        out = run(tmp_path, "llm", *options, LLM_USER_PATH=str(tmp_path), LLM_LOAD_PLUGINS="", OPENAI_API_KEY="x")
         assert out.strip().split() == wanted.strip().split()
 
 
@@ -169,7 +169,7 @@ def test_lm_eval(url: str, model: LanguageModel, folder: Path, tmp_path: Path) -
     where = f"model=tiny,base_url={url}/completions,tokenizer={folder},max_length=2048"
     arguments = ["--model", "local-completions", "--model_args", where, "--tasks", "local", "--include_path"]
     arguments += [str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
-    run("lm_eval", *arguments, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    run(tmp_path, "lm_eval", *arguments, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     (file,) = (tmp_path / "out").rglob("samples_local_*.jsonl")
     for sample in map(json.loads, file.read_text().splitlines()):
         question = sample["doc"]
@@ -179,7 +179,7 @@ def test_lm_eval(url: str, model: LanguageModel, folder: Path, tmp_path: Path) -
 
 
 @needs("schemathesis")
-def test_schemathesis(url: str) -> None:
+def test_schemathesis(url: str, tmp_path: Path) -> None:
     """Requests made from /openapi.json get documented replies; one of an allowed type may be refused for its value."""
     options = ["--max-examples", "10", "--exclude-checks", "positive_data_acceptance", "--request-timeout", "60"]
-    run("schemathesis.cli", "run", f"{url.removesuffix('v1')}openapi.json", *options)
+    run(tmp_path, "schemathesis.cli", "run", f"{url.removesuffix('v1')}openapi.json", *options)
