@@ -52,7 +52,8 @@ class AwqLinear(GemmLayer):
             the activations None, "relu", "relu6" and (low, high), and no residual. With "auto", a call quantizes x to
             int8 if the cost models expect this to be faster than multiplying x as it is, and if ``residual`` and
             ``dtype`` are None. Except on sm_90, kernels multiply 16-bit and 8-bit x by one repacked weight, if groups
-            have a multiple of 128 rows, or all; else the layer stores the layouts of both ways.
+            have a multiple of 128 rows, or all; else the layer stores the layouts of both ways. With one weight, the
+            first call with x in float32 converts it, which is impossible during stream capture.
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and, from sm_80 on, bfloat16, and cannot be copied, pickled or concatenated. A
             layer that needs another layout than the repacked one always keeps its AWQ tensors.
@@ -113,7 +114,7 @@ class AwqLinear(GemmLayer):
         if x_dtype is not None:
             from cupy_awq.ops.repacked_linear import multiplies_repacked
 
-            is_shared = multiplies_repacked(spec, "fp8" if x_dtype == "fp8" else "int8")
+            is_shared = multiplies_repacked(spec, self._quantized_dtype)
         self._operand = repack(weight) if is_shared or x_dtype in (None, "auto") else weight
         # Kernels for the fragment layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
@@ -134,7 +135,7 @@ class AwqLinear(GemmLayer):
             quantized_linear.check_activation(self._activation)
             self._quantized = self._operand
         else:
-            self._quantized = quantized_linear.convert_weight(self._weight, self._activation, str(self._x_dtype))
+            self._quantized = quantized_linear.convert_weight(self._weight, self._activation, self._quantized_dtype)
         if self._x_dtype == "auto":
             arguments = self._operand, self._quantized, self._bias, self._activation
             self._prefers_int8 = quantized_linear.int8_preference(*arguments)
@@ -223,6 +224,11 @@ class AwqLinear(GemmLayer):
         return self._x_dtype
 
     @property
+    def _quantized_dtype(self) -> str:
+        """The dtype to which calls that quantize x do so, "int8" or "fp8"."""
+        return "fp8" if self._x_dtype == "fp8" else "int8"
+
+    @property
     def order(self) -> Array | None:
         """The permutation of x, y = x[..., order] @ W, int32 [K]; None without one. Do not modify the array."""
         return None if self._order is None else self._order.columns
@@ -284,7 +290,7 @@ class AwqLinear(GemmLayer):
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
-        x_dtype = "fp8" if self._x_dtype == "fp8" else "int8"
+        x_dtype = self._quantized_dtype
         weight: Any = self._quantized
         options: dict[str, Any] = {"bias": self._bias, "activation": self._activation, "out": target}
         if isinstance(weight, RepackedWeight) and x.dtype == np.float32:  # not multiplied by the repacked weight

@@ -66,6 +66,9 @@ class Request:
         queue_seconds, run_seconds: the largest times in seconds in the queue, and from then on.
         make_constraint: a function that returns the `Constraint` of a new completion, or None.
 
+    On a GPU, the host chooses the tokens of requests with ``logprobs``, ``min_tokens`` or ``make_constraint``. While
+    such a request runs, no step starts before the tokens of the preceding one are known, which slows all others too.
+
     Raises:
         TypeError, ValueError: a value has another type or is out of range.
 
