@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from cupy_awq.llm.decoder.cuda_steps import next_size
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.engine.core import Core
 from cupy_awq.llm.engine.draft import NgramDraft
-from cupy_awq.llm.engine.runner import DeviceRunner
+from cupy_awq.llm.engine.runner import DeviceRunner, Launch
 from cupy_awq.llm.engine.scheduler import Sequence
 from cupy_awq.llm.text.tokenizer import Tokenizer
 from cupy_awq.runtime import launcher
@@ -99,6 +100,40 @@ def test_each_part_of_a_prompt_is_waited_for(tmp_path: Path, steps: list[Any]) -
         engine.submit(Request(tuple(IDS), max_tokens=1, ignore_stop_tokens=True)).result()
         assert engine.stats().steps == 3
     assert len(set(steps)) >= 3
+
+
+@pytest.mark.usefixtures("steps")
+def test_the_source_of_a_copy_is_kept_until_the_step_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that shares memory with the CPU may read it after the copy has been enqueued."""
+    sources: list[weakref.ref[Any]] = []
+    ends = [0]  # the number of copies of the steps that have ended
+
+    def enqueue_copy(target: Any, source: Any, stream: Any) -> None:
+        target[...] = source
+        sources.append(weakref.ref(source))
+
+    def launch(self: DeviceRunner, *args: Any) -> Launch:
+        launched, end = original(self, *args), len(sources)
+
+        def finish() -> Any:
+            assert all(source() is not None for source in sources[ends[-1] : end])
+            ends.append(end)
+            return launched.finish()
+
+        return launched._replace(finish=finish)
+
+    original = DeviceRunner.launch
+    monkeypatch.setattr(cuda_steps, "enqueue_copy", enqueue_copy)
+    monkeypatch.setattr(DeviceRunner, "launch", launch)
+    model, _ = load(tmp_path)
+    with Engine(model, max_rows=2, cache_tokens=320, max_chunk=32, make_runner=DeviceRunner) as engine:
+        ends.append(len(sources))  # those of the warm-up
+        bias: dict[str, Any] = {"logit_bias": {5: 60.0}}
+        requests = [Request(tuple(IDS[i:]), max_tokens=4, ignore_stop_tokens=True, **bias) for i in (0, 20)]
+        for generation in [engine.submit(request) for request in requests]:
+            generation.result()
+    assert len(ends) > 6
+    assert sum(source() is not None for source in sources) < len(sources) / 2
 
 
 @pytest.mark.usefixtures("steps")

@@ -162,7 +162,7 @@ def test_the_command_stores_the_fastest_configurations(
         "cupy_awq.runtime.placement.use_device": contextlib.nullcontext,
         "cupy_awq.runtime.workspace.allocate_zeros": lambda nbytes: np.zeros(nbytes, np.uint8),
         "cupy_awq.llm.decoder.cuda_steps.pinned": lambda shape, index: (np.zeros(shape, np.int32), None),
-        "cupy_awq.llm.decoder.cuda_steps.copy_to": lambda target, source, stream: None,
+        "cupy_awq.llm.decoder.cuda_steps.enqueue_copy": lambda target, source, stream: None,
         "cupy_awq.runtime.workspace.workspace_address": lambda index, stream: 0,
         "cupy_awq.linear.repack": lambda weight: RepackedWeight(weight, np.empty(1, np.uint8), 0, False),
         # GEMMs that are not fused run in NumPy, which needs the AWQ tensors kept

@@ -80,7 +80,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         memory = np.full(shape, -7, np.int32)
         return memory, memory
 
-    def copy_to(target: Any, source: Any, stream: Any) -> None:
+    def enqueue_copy(target: Any, source: Any, stream: Any) -> None:
         target[...] = source
 
     def gather_rows(a: Any, rows: list[int], stream: Any) -> Any:
@@ -101,10 +101,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(device, "of", lambda _: device.nominal(90))
     monkeypatch.setattr("cupy_awq.runtime.workspace.allocate_zeros", lambda nbytes: np.zeros(nbytes, np.uint8))
     monkeypatch.setattr("cupy_awq.runtime.placement.use_device", lambda index: contextlib.nullcontext())
-    for function in (pinned, copy_to, gather_rows):
+    for function in (pinned, enqueue_copy, gather_rows):
         monkeypatch.setattr(cuda_steps, function.__name__, function)
-    for function in (copy_to, capture):
-        monkeypatch.setattr(step_graphs, function.__name__, function)
+    monkeypatch.setattr(step_graphs, "capture", capture)
     return waited
 
 
@@ -299,9 +298,8 @@ def pair(
 PROMPTS = ["Hello", "Why is the sky blue?", "x" * 70]
 
 
-def launch_eagerly(self: StepGraph, inputs: Any, stream: Any, malloc: Any) -> Any:
+def launch_eagerly(self: StepGraph, stream: Any, malloc: Any) -> Any:
     """Launch a step without a CUDA graph, in place of `StepGraph.launch`."""
-    self.inputs.set(inputs, stream)
     self.run(self)
     return self.result
 

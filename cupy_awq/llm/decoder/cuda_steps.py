@@ -27,7 +27,7 @@ from cupy_awq.llm.decoder.step_graphs import (
     CudaRows,
     DecodeGraph,
     PromptGraph,
-    copy_to,
+    enqueue_copy,
     gather_rows,
     pinned,
 )
@@ -50,7 +50,7 @@ PROMPT_SIZES = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 2049, 128
 many short parts need more tiles."""
 
 IN_FLIGHT = 4
-"""The number of steps whose rows and tokens have host memory of their own; more than are launched at a time."""
+"""The number of steps with host memory of their own for what they read and write; more than are launched at a time."""
 
 
 CHOICES = tuple(
@@ -150,6 +150,7 @@ class CudaSteps(Steps):
         self._host_tokens, self._token_views = pinned((IN_FLIGHT, most), ops.device_index)
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(IN_FLIGHT)]
         self._count = 0
+        self._sources: list[list[npt.NDArray[Any]]] = [[] for _ in range(IN_FLIGHT)]
         self._graphs = {(size, False): self._decode_graph(size) for size in reversed(self._sizes)}
         drafted = [size for size in self._sizes if 1 < size <= next_size(max(draft_rows, 1))]
         self._graphs |= {(size, True): self._decode_graph(size, has_drafts=True) for size in reversed(drafted)}
@@ -193,19 +194,19 @@ class CudaSteps(Steps):
     def assign(self, slot: int, sampling: Sampling, choice: int, known: Sequence[int], offsets: Offsets) -> None:
         itemsize, vocab = SLOT_OPTIONS.itemsize, self._seen.shape[1]
         options = self._options[slot * itemsize : (slot + 1) * itemsize]
-        copy_to(options, slot_options(sampling, choice, offsets).view(np.uint8), self.stream)
+        self._copy(options, slot_options(sampling, choice, offsets).view(np.uint8))
         if sampling.repetition_penalty != 1 or offsets:
             seen = np.zeros(vocab, np.uint8)
             seen[known] = 1
             seen[list(offsets.generated)] = 3
-            copy_to(self._seen[slot], seen, self.stream)
+            self._copy(self._seen[slot], seen)
         if offsets:
             values = np.zeros(vocab, np.float32)
             offsets.apply(values)
-            copy_to(self._offsets[slot], values, self.stream)
+            self._copy(self._offsets[slot], values)
 
     def place(self, slot: int, blocks: Sequence[int]) -> None:
-        copy_to(self._table[slot, : len(blocks)], np.array(blocks, np.int32), self.stream)
+        self._copy(self._table[slot, : len(blocks)], np.array(blocks, np.int32))
 
     def prompt(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> Array:
         tokens: list[int] = []
@@ -219,7 +220,8 @@ class CudaSteps(Steps):
         m = len(tokens)
         fitting = (g for g in self._prompts if g.size >= m and g.tiles >= len(tiles) + len(g.padding(m)))
         graph = next(fitting) if self._prompts else self._prompt_graph(m, len(tiles))
-        return graph.launch(graph.pack(tiles, tokens, positions, slots), self.stream, self._keep)[0, :m]
+        self._copy(graph.inputs, graph.pack(tiles, tokens, positions, slots))
+        return graph.launch(self.stream, self._keep)[0, :m]
 
     def last_logits(self, hidden: Array, rows: Sequence[int]) -> Array:
         size = self._size(len(rows))
@@ -231,7 +233,7 @@ class CudaSteps(Steps):
         host = np.zeros((2, len(logits)), np.int32)  # slot 0 for padding rows
         host[:, : len(rows)] = np.array(rows, np.int32).T
         device = cupy.empty(host.shape, np.int32)
-        copy_to(device, host, self.stream)
+        self._copy(device, host)
         return self._choose(logits, device[0], device[1], options)
 
     def decode(
@@ -241,7 +243,8 @@ class CudaSteps(Steps):
         graph, host = self._graphs[size, has_drafts], self._host_rows[self._count % IN_FLIGHT][:size]
         host[: len(rows)] = rows
         host[len(rows) :] = -1
-        logits = graph.launch(host, self.stream, self._keep)
+        self._copy(graph.inputs, host)
+        logits = graph.launch(self.stream, self._keep)
         return logits, self._choose(logits, graph.slots, graph.lengths, options)
 
     def decode_kernels(self, position: int) -> Callable[[], Array]:
@@ -256,13 +259,21 @@ class CudaSteps(Steps):
                 blocks = range(DUMMY + 1 + (slot - 1) * width, DUMMY + 1 + slot * width)
                 self.place(slot, blocks)
                 inputs.append((slot, position, blocks[max(at - 1, 0)], blocks[at], 0))
-            copy_to(graph.inputs, np.array(inputs, np.int32), self.stream)
+            self._copy(graph.inputs, np.array(inputs, np.int32))
 
         def launch() -> Array:
             graph.run(graph)
             return graph.result
 
         return launch
+
+    def _copy(self, target: Array, source: npt.NDArray[Any]) -> None:
+        """Copy host memory to the device in the order of the stream, and keep it until the next steps have ended.
+
+        A GPU that shares memory with the CPU may read the source late.
+        """
+        self._sources[self._count % IN_FLIGHT].append(source)
+        enqueue_copy(target, source, self.stream)
 
     def _keep(self, size: int) -> Any:
         """Allocate device memory that is kept as long as the graphs, because every launch of one writes to it."""
@@ -291,6 +302,7 @@ class CudaSteps(Steps):
         m, vocab = logits.shape
         ops, at = self._ops, self._count % IN_FLIGHT
         self._count += 1
+        self._sources[self._count % IN_FLIGHT] = []
         state = {"seen": self._seen, "offsets": self._offsets}
         read = {"logits": logits, **state, "slots": slots, "options": self._options}
         limits = self._limits if options.filters else None

@@ -103,9 +103,8 @@ class StepGraph:
         with cupy.cuda.using_allocator(malloc):
             self.graph = capture(stream, lambda: self.run(self))
 
-    def launch(self, inputs: npt.NDArray[np.int32], stream: Any, malloc: Any) -> Array:
+    def launch(self, stream: Any, malloc: Any) -> Array:
         """Launch the step in the order of the stream, and return its result, which the next launch overwrites."""
-        copy_to(self.inputs, inputs, stream)
         self.uses += 1
         if self.graph is None:
             if self.uses == 1:
@@ -186,6 +185,6 @@ def gather_rows(a: Array, rows: Sequence[int], stream: Any) -> Array:
     return taken
 
 
-def copy_to(target: Array, source: npt.NDArray[Any], stream: Any) -> None:
-    """Copy contiguous host memory to the device in the order of the stream, without waiting."""
+def enqueue_copy(target: Array, source: npt.NDArray[Any], stream: Any) -> None:
+    """Copy contiguous host memory to the device in the order of the stream, perhaps after the function has returned."""
     target.set(source, stream)
