@@ -75,7 +75,8 @@ class EventStream:
             self._on_end()
 
     async def _send_all(self, send: Send) -> None:
-        self._write(b"".join(self._reply.event(i, delta) for i, delta in self._first))
+        if self._first:  # an empty chunk would be the end
+            self._write(b"".join(self._reply.event(i, delta) for i, delta in self._first))
         for i, generation in enumerate(self._generations):
             generation.listen(functools.partial(self._flush, i), asyncio.get_running_loop())
         while self._unfinished or self._waiting:

@@ -271,7 +271,6 @@ class Server:
             generations += map(self._engine.submit, requests)
             async with until_disconnect(request.receive):
                 found = await _read_first(generations)
-                self._first_token.observe(time.monotonic() - began)
                 if not body.stream:
                     for i, generation in enumerate(generations):
                         found += [(i, replies.check(delta)) async for delta in generation]
@@ -280,6 +279,9 @@ class Server:
             raise
 
         def end() -> None:
+            first = [generation.first_token for generation in generations if generation.first_token is not None]
+            if first:
+                self._first_token.observe(min(first) - began)
             if all(generation.is_finished for generation in generations):
                 self._duration.observe(time.monotonic() - began)
             _cancel(generations)
@@ -311,7 +313,10 @@ class Server:
 
 
 async def _read_first(generations: Sequence[Generation]) -> list[tuple[int, Delta]]:
-    """Wait for the first step with deltas; return them with the indices of their prompts."""
+    """Wait until a prompt leaves the queue; return the deltas so far with the indices of their prompts.
+
+    So the headers of a stream are sent while the prompt runs, but a request that waits too long gets a status.
+    """
     ready = asyncio.Event()
     for generation in generations:
         generation.listen(ready.set, asyncio.get_running_loop())

@@ -22,7 +22,7 @@ from typing import Any
 
 from cupy_awq.llm.decoder.block_pool import BLOCK
 from cupy_awq.llm.engine.core import NO_MEMORY, Core, TextModel
-from cupy_awq.llm.engine.generation import Generation
+from cupy_awq.llm.engine.generation import Generation, Listener
 from cupy_awq.llm.engine.request import Delta, QueueFullError, Request
 from cupy_awq.llm.engine.runner import Runner, make_runner
 from cupy_awq.llm.engine.scheduler import Draft, Sequence
@@ -234,7 +234,7 @@ class Engine:
                 self.error = error
             for generation in {**self._sequences, **self._queued}:
                 for choice in range(generation.request.n):
-                    self._add(generation, Delta(choice, reason="error", error=f"engine: {error!s:.200}"))
+                    self._notify(generation.add(Delta(choice, reason="error", error=f"engine: {error!s:.200}")))
             self._wake()
 
     def _read_inbox(self) -> bool:
@@ -282,7 +282,7 @@ class Engine:
         self._totals["steps"] += step is not None
         for sequence, delta in found:
             self._totals["completion_tokens"] += len(delta.tokens)
-            self._add(self._generations[sequence], delta)
+            self._notify(self._generations[sequence].add(delta))
             if delta.reason:
                 self._forget(sequence)
         if self._wake() and self._core.is_ahead:
@@ -292,7 +292,7 @@ class Engine:
         """Count a request out of the queue when its first sequence runs."""
         generation = self._generations[sequence]
         if self._dequeue(generation):
-            generation.cached_tokens = sequence.cached
+            self._notify(generation.admit(sequence.cached))
             self._totals["cached_tokens"] += sequence.cached
 
     def _dequeue(self, generation: Generation) -> bool:
@@ -304,7 +304,7 @@ class Engine:
         sequences = list(self._sequences.get(generation, ()))
         self._core.end(sequences)
         for sequence in sequences:
-            self._add(generation, Delta(sequence.choice, reason=reason, error=error))
+            self._notify(generation.add(Delta(sequence.choice, reason=reason, error=error)))
             self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -318,9 +318,9 @@ class Engine:
             if not self._sequences and pool.free < pool.size:
                 raise RuntimeError(f"blocks: expected {pool.size} free ones in an idle engine, got {pool.free}")
 
-    def _add(self, generation: Generation, delta: Delta) -> None:
-        """Add to a completion; the event loops of readers are told once per step."""
-        loop, on_delta = generation.add(delta) or (None, None)
+    def _notify(self, listener: Listener | None) -> None:
+        """Call the function of a reader; event loops are told once per step."""
+        loop, on_delta = listener or (None, None)
         if loop is not None and on_delta is not None:
             self._woken.setdefault(loop, []).append(on_delta)
         elif on_delta is not None:

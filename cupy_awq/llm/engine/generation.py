@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from cupy_awq.llm.completion import Completion
@@ -23,12 +24,16 @@ class Generation:
         request: the request.
         cached_tokens: the number of tokens of the prompt that were in the cache.
         completion_tokens: the number of generated tokens of all completions, with stop tokens.
+        first_token: the time of the first of them in seconds, or None.
+        is_admitted: whether the request has left the queue.
     """
 
     def __init__(self, request: Request, on_cancel: Callable[[Generation], None]) -> None:
         self.request = request
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.first_token: float | None = None
+        self.is_admitted = False
         self._on_cancel = on_cancel
         self._lock = threading.Lock()
         self._pending: dict[int, Delta] = {}
@@ -66,7 +71,9 @@ class Generation:
                 yield delta
 
     def listen(self, on_delta: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Have a function called after each step with deltas to `take`, and now if there are any; it replaces others.
+        """Have a function called when the request leaves the queue, and after each step with deltas to `take`.
+
+        It is called now if the request has left the queue. It replaces other functions.
 
         Args:
             on_delta: the function, which must not wait and raises nothing.
@@ -74,7 +81,7 @@ class Generation:
         """
         with self._lock:
             self._listener = loop, on_delta
-            is_ready = self._pending or self.is_finished
+            is_ready = self._pending or self.is_finished or self.is_admitted
         if is_ready:
             on_delta()
 
@@ -97,6 +104,12 @@ class Generation:
                 raise RuntimeError(delta.error)
         return completions
 
+    def admit(self, cached_tokens: int) -> Listener | None:
+        """Note that the request has left the queue, for the engine; return the function to call, or None."""
+        with self._lock:
+            self.cached_tokens, self.is_admitted = cached_tokens, True
+            return self._listener
+
     def add(self, new: Delta) -> Listener | None:
         """Add to a completion, for the engine; return the function to call, or None."""
         with self._lock:
@@ -107,6 +120,8 @@ class Generation:
             else:
                 self._pending[new.choice] = new
             self.completion_tokens += len(new.tokens)
+            if self.first_token is None and new.tokens:
+                self.first_token = time.monotonic()
             if new.reason:
                 self._unfinished.remove(new.choice)
             return self._listener
