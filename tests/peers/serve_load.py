@@ -58,28 +58,43 @@ def random_tokens(count: int, vocab: int) -> str:
     return ", ".join(map(str, random.Random(count).choices(range(vocab), k=count)))
 
 
-async def request(port: int, body: str, key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request and read the headers of its reply."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = body.encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    status = await reader.readline()
-    while (await reader.readline()).strip():
-        pass
-    if b" 200 " not in status:
-        raise ValueError(f"server: expected the status 200, got {status!r} {await reader.read(2000)!r}")
-    return reader, writer
+class Client:
+    """A client, which keeps its connection from one request to the next."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self, body: str) -> asyncio.StreamReader:
+        """Send a request and read the headers of its reply."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self.args.port)
+        (reader, writer), data = self._streams, body.encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.args.key}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        status = await reader.readline()
+        while (await reader.readline()).strip():
+            pass
+        if b" 200 " not in status:
+            raise ValueError(f"server: expected the status 200, got {status!r} {await reader.read(2000)!r}")
+        return reader
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._streams is not None:
+            self._streams[1].close()
+        self._streams = None
 
 
-async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_tokens: int, tokens: int) -> None:
-    """Run one request and record its times."""
+async def run_one(client: Client, seed: int, result: Result, prompt: int, tokens: int) -> None:
+    """Run one request of ``prompt`` and ``tokens`` tokens and record its times."""
+    args = client.args
     body: dict[str, Any] = {"model": args.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     first = f"{seed // args.vocab % args.vocab}, {seed % args.vocab}"
-    prompt = f"[{first}, {random_tokens(prompt_tokens - 2, args.vocab)}]"
+    text = f'{json.dumps(body)[:-1]}, "prompt": [{first}, {random_tokens(prompt - 2, args.vocab)}]}}'
     last = began = time.perf_counter()
-    reader, writer = await request(args.port, f'{json.dumps(body)[:-1]}, "prompt": {prompt}}}', args.key)
+    reader = await client.send(text)
     generator, is_first = random.Random(seed), True
     left = generator.randint(1, tokens) if generator.random() < args.leave else sys.maxsize
     rest = b""
@@ -96,7 +111,9 @@ async def run_one(args: argparse.Namespace, seed: int, result: Result, prompt_to
                 result.tokens += int(usage[1])
         if left <= 0:
             break
-    writer.close()
+        if rest.endswith(b"0\r\n\r\n"):
+            return
+    client.close()
 
 
 async def run(args: argparse.Namespace, clients: int) -> dict[str, float]:
@@ -104,17 +121,20 @@ async def run(args: argparse.Namespace, clients: int) -> dict[str, float]:
     result = Result()
     args.seed += 1_000_000  # no request is sent twice
 
-    async def client(number: int) -> None:
+    async def ask(number: int) -> None:
+        client = Client(args)
         for i in range(args.requests):
-            await run_one(args, args.seed + 1000 * number + i, result, args.prompt_tokens, args.tokens)
+            await run_one(client, args.seed + 1000 * number + i, result, args.prompt_tokens, args.tokens)
+        client.close()
 
     async def flood(number: int) -> None:
+        client = Client(args)
         for i in itertools.count(1):
-            await run_one(args, -(args.seed + 1000 * number + i), Result(), args.flood_tokens, 1)
+            await run_one(client, -(args.seed + 1000 * number + i), Result(), args.flood_tokens, 1)
 
     floods = [asyncio.ensure_future(flood(number)) for number in range(args.flood)]
     began = time.perf_counter()
-    await asyncio.gather(*map(client, range(clients)))
+    await asyncio.gather(*map(ask, range(clients)))
     rate = result.tokens / (time.perf_counter() - began)
     for task in floods:
         task.cancel()
@@ -172,7 +192,7 @@ def main() -> None:
     args.seed = time.time_ns() // 1_000_000 if args.seed is None else args.seed
     if args.model is None:
         args.model = json.loads(fetch(args, "/v1/models"))["data"][0]["id"]
-    asyncio.run(run_one(args, args.seed - 1, Result(), args.prompt_tokens, 2))
+    asyncio.run(run_one(Client(args), args.seed - 1, Result(), args.prompt_tokens, 2))
     before, end = show_memory(args) if args.minutes else "", time.monotonic() + 60 * args.minutes
     rows = [asyncio.run(run(args, clients)) for clients in args.clients]
     while time.monotonic() < end:
