@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cupy_awq.kernels.decoder import decoder as llm
-from tests.backends import BACKENDS, runner
+from cupy_awq.kernels.decoder.dense import DENSE_SM90, DenseProduct, DenseSm90Config
+from tests.backends import BACKENDS, HOPPER, LANDINGS, fewer, runner
 from tests.paged_cache import check_close, frozen, nan, normal
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
 from tests.test_llm_kernels import SIXTEEN
@@ -18,9 +21,46 @@ def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu
     wanted = {1: (1, (1, 132, 1)), 17: (2, (1, 132, 1)), 48: (3, (1, 132, 1)), 64: (2, (2, 66, 1))}
     wanted |= {128: (2, (4, 33, 1)), 129: (2, (3, 44, 2))}
     for m, found in wanted.items():
-        plan = llm.plan_dense(facts(90, "latest"), m, 128256, 2048, "float16", "float32", bias=False)
+        invariant = {"bias": False, "same_order": True}
+        plan = llm.plan_dense(facts(90, "latest"), m, 128256, 2048, "float16", "float32", **invariant)
         assert (dict(plan.kernel.defines)["BLOCKS"], plan.grid) == found
     assert llm.plan_dense(facts(90, "latest"), 40, 4096, 4096, "float16", "float16", bias=False, block=32).grid[0] == 1
+
+
+@pytest.mark.parametrize("m", [17, 64, 256, 512])
+def test_lm_heads_of_tens_of_rows_take_wgmma_unless_batch_invariant(m: int) -> None:
+    options = {"bias": False, "same_order": False}
+    for k, entry in ((4096, "dense_sm90"), (4100, "dense")):
+        assert llm.plan_dense(facts(90, "latest"), m, 151936, k, "float16", "float32", **options).kernel.entry == entry
+    few = llm.plan_dense(facts(90, "latest"), 16, 151936, 4096, "float16", "float32", **options)
+    options["same_order"] = True
+    many = llm.plan_dense(facts(90, "latest"), m, 151936, 4096, "float16", "float32", **options)
+    assert few.kernel.entry == many.kernel.entry == "dense_mma"
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (17, 130, 200, 56),  # rows of zeros below x, columns and k past the end
+        (70, 20, 648, 64),  # two tiles of rows that overlap, more k tiles than stages
+        *fewer([(56, 300, 64, 56), (300, 40, 72, 256), (96, 30, 64, 96), (128, 140, 64, 128), (200, 10, 128, 200)]),
+    ],
+)
+def test_dense_gemm_with_wgmma_matches_the_float64_product(backend: str, dtype: str, case: tuple[int, ...]) -> None:
+    """Two CTAs compute all tiles in turn, so some have several tiles, and the first stages are filled early."""
+    m, n, k, block_m = case
+    rng = np.random.default_rng(m)
+    x, w, bias = normal(rng, m, k, dtype=DTYPES[dtype]), normal(rng, n, k, dtype=DTYPES[dtype]), normal(rng, n)
+    device = replace(facts(90, backend), sm_count=2)
+    for out, bound, has_bias in ((dtype, BOUNDS[dtype], True), ("float32", 1e-5, False)):
+        y = nan(m, n, dtype=DTYPES[out])
+        problem = DenseProduct(m, n, k, dtype, out, bias=has_bias)
+        assert DENSE_SM90.refusal(problem, device) is None
+        plan = DENSE_SM90.plan(DenseSm90Config(block_m), problem, device)
+        runner(backend)(plan, {**frozen(x=x, w=w, bias=bias), "y": y})
+        check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + (bias if has_bias else 0), bound)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,7 +12,7 @@ from cupy_awq.kernels.conv2d.problem import Convolution
 from cupy_awq.kernels.decoder.attention import ATTENTION, ATTENTION_SM80, Attention
 from cupy_awq.kernels.decoder.begin_step import BEGIN_STEP, StepPreparation
 from cupy_awq.kernels.decoder.decode_attention import DECODE_ATTENTION, DECODE_ATTENTION_SM80, DecodeAttention
-from cupy_awq.kernels.decoder.dense import DENSE, DENSE_INT8, DENSE_INT8_MMA, DENSE_MMA, DenseProduct
+from cupy_awq.kernels.decoder.dense import DENSE, DENSE_INT8, DENSE_INT8_MMA, DENSE_MMA, DENSE_SM90, DenseProduct
 from cupy_awq.kernels.decoder.embed import EMBED, Embedding
 from cupy_awq.kernels.decoder.rms_norm import RMS_NORM, RmsNormalization
 from cupy_awq.kernels.decoder.rope_cache import ROPE_CACHE, RopeCaching
@@ -98,7 +98,7 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     RopeCaching: (ROPE_CACHE,),
     Attention: (ATTENTION_SM80, ATTENTION),
     DecodeAttention: (DECODE_ATTENTION_SM80, DECODE_ATTENTION),
-    DenseProduct: (DENSE_MMA, DENSE, DENSE_INT8_MMA, DENSE_INT8),
+    DenseProduct: (DENSE_SM90, DENSE_MMA, DENSE, DENSE_INT8_MMA, DENSE_INT8),
     TokenSampling: (SAMPLE_TOKEN,),
     ThresholdSearch: (SAMPLING_THRESHOLD,),
     ExpertProduct: (EXPERT_GEMM, EXPERT_GEMM_TILES, EXPERT_GEMM_SM90, EXPERT_GEMM_SIMT),

@@ -376,7 +376,9 @@ class CudaOps(DecoderOps):
             x = cupy.ascontiguousarray(x)
             y = self._empty((*x.shape[:-1], n), y_dtype)
             dtypes = self.dtype.name, y_dtype.name
-            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None, block=block)
+            options: dict[str, Any] = {"bias": bias is not None, "block": block}
+            options["same_order"] = self._batch_invariant
+            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, **options)
             self.run(plan, x=x, **weight, bias=bias, y=y)
             return y
 
