@@ -17,6 +17,7 @@ from cupy_awq.kernels.decoder.attention import PREFILL_TILE
 from cupy_awq.kernels.decoder.begin_step import MAX_ROWS, ROW_FIELDS
 from cupy_awq.kernels.decoder.decode_attention import choose_splits
 from cupy_awq.kernels.decoder.sampling import MAX_SAMPLE_CTAS, SLOT_OPTIONS, slot_options
+from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.llm.decoder import states
 from cupy_awq.llm.decoder.backend import ChoiceOptions, DecoderOps, Forward, Steps
 from cupy_awq.llm.decoder.block_pool import BLOCK, DUMMY, count_blocks
@@ -209,18 +210,11 @@ class CudaSteps(Steps):
         self._copy(self._table[slot, : len(blocks)], np.array(blocks, np.int32))
 
     def prompt(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> Array:
-        tokens: list[int] = []
-        positions, slots, tiles = [], [], []
-        for slot, start, new in parts:
-            for i in range(0, len(new), PREFILL_TILE):
-                tiles.append((len(tokens) + i, min(PREFILL_TILE, len(new) - i), start + i, slot))
-            tokens += new
-            positions.append(np.arange(start, start + len(new)))
-            slots += [slot] * len(new)
-        m = len(tokens)
-        fitting = (g for g in self._prompts if g.size >= m and g.tiles >= len(tiles) + len(g.padding(m)))
-        graph = next(fitting) if self._prompts else self._prompt_graph(m, len(tiles))
-        self._copy(graph.inputs, graph.pack(tiles, tokens, positions, slots))
+        m = sum(len(new) for _, _, new in parts)
+        tiles = sum(ceil_div(len(new), PREFILL_TILE) for _, _, new in parts)
+        fitting = (g for g in self._prompts if g.size >= m and g.tiles >= tiles + len(g.padding(m)))
+        graph = next(fitting) if self._prompts else self._prompt_graph(m, tiles)
+        self._copy(graph.inputs, graph.pack(parts))
         return graph.launch(self.stream, self._keep)[0, :m]
 
     def last_logits(self, hidden: Array, rows: Sequence[int]) -> Array:

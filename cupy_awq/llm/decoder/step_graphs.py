@@ -142,19 +142,20 @@ class PromptGraph(StepGraph):
         import cupy
 
         self.size, self.tiles = size, tiles
-        self.inputs = cupy.asarray(self.pack([], [], [], []))
+        self.inputs = cupy.asarray(self.pack([]))
 
-    def pack(
-        self, tiles: Sequence[tuple[int, ...]], tokens: list[int], positions: Sequence[Array], slots: list[int]
-    ) -> npt.NDArray[np.int32]:
-        """Return the inputs for some rows; padding rows follow them."""
-        m, packed = len(tokens), np.zeros(4 * self.tiles + 3 * self.size, np.int32)
+    def pack(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> npt.NDArray[np.int32]:
+        """Return the inputs for the parts of `Steps.prompt`; padding rows follow them."""
+        packed, tiles, m = np.zeros(4 * self.tiles + 3 * self.size, np.int32), list[tuple[int, ...]](), 0
+        ids, lengths, slots = packed[4 * self.tiles :].reshape(3, -1)
+        for slot, start, new in parts:
+            starts = range(0, len(new), PREFILL_TILE)
+            tiles += ((m + i, min(PREFILL_TILE, len(new) - i), start + i, slot) for i in starts)
+            rows = slice(m, m := m + len(new))
+            ids[rows], lengths[rows], slots[rows] = new, np.arange(start, start + len(new)), slot
+        lengths[m:] = -1
         tiles = sorted([*tiles, *self.padding(m)], key=lambda tile: -tile[2])  # tiles with many keys start first
         packed[: 4 * len(tiles)] = np.array(tiles).reshape(-1)
-        ids, lengths, places = packed[4 * self.tiles :].reshape(3, -1)
-        lengths[m:] = -1
-        if m:
-            ids[:m], lengths[:m], places[:m] = tokens, np.concatenate(positions), slots
         return packed
 
     def padding(self, m: int) -> list[tuple[int, ...]]:
