@@ -10,12 +10,14 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cupy_awq.llm import Engine, load
 from cupy_awq.serve.http import until_disconnect
 from cupy_awq.serve.limits import Limits
+from cupy_awq.serve.listener import listen
 from tests import llm_models
 from tests.fake_engine import make_engine
 from tests.serving import Running, leave
@@ -211,3 +213,38 @@ def test_a_client_that_leaves_as_its_reply_ends_cancels_nothing_after_it() -> No
         return 1
 
     assert asyncio.run(respond()) == 1
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Let every name have these addresses."""
+
+    def find(host: str, port: int, **options: Any) -> list[Any]:
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        rest = {True: (0, 0), False: ()}
+        return [(families[":" in a], socket.SOCK_STREAM, 6, "", (a, port, *rest[":" in a])) for a in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+
+
+def test_a_name_with_two_addresses_is_served_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port is the same; an address that this machine does not have is left out."""
+    resolve(monkeypatch, "127.0.0.1", "::1", "192.0.2.1")
+    sockets = listen("localhost", 0)
+    monkeypatch.undo()
+    try:
+        assert len({one.getsockname()[1] for one in sockets}) == 1
+        assert [one.getsockname()[0] for one in sockets] == ["127.0.0.1", "::1"]
+        for one in sockets:
+            socket.create_connection(one.getsockname()[:2], timeout=5).close()
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_a_port_in_use_at_one_address_and_a_foreign_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(monkeypatch, "127.0.0.1", "127.0.0.2")
+    with socket.create_server(("127.0.0.2", 0)) as used, pytest.raises(OSError, match="in use"):
+        listen("localhost", used.getsockname()[1])
+    resolve(monkeypatch, "192.0.2.1")
+    with pytest.raises(OSError, match="assign requested address"):
+        listen("elsewhere", 0)

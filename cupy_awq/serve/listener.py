@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import socket
 from typing import Any
@@ -58,14 +60,15 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen on the address and report it. Raises OSError if that is not possible."""
+        host = self.config.host
         try:
-            listening = listen(self.config.host, self.config.port)
+            listening = listen(host, self.config.port)
         except OSError:
             self._engine.close()
             raise
-        await super().startup([listening])
-        shown = f"[{self.config.host}]" if listening.family == socket.AF_INET6 else self.config.host
-        LOG.info("serving %s at http://%s:%d/v1", self._name, shown, listening.getsockname()[1])
+        await super().startup(listening)
+        shown = f"[{host}]" if ":" in host else host
+        LOG.info("serving %s at http://%s:%d/v1", self._name, shown, listening[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server shuts down, which it also does after an error of the engine."""
@@ -75,3 +78,29 @@ class Listener(uvicorn.Server):
         """Accept no connections, let running requests end, and close the engine."""
         closing = asyncio.to_thread(self._engine.close, self._drain_seconds)
         await asyncio.gather(closing, super().shutdown(sockets))
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return listening sockets on all addresses of a host that this machine has, with one port; 0 is a free one.
+
+    A name such as localhost may have an IPv4 and an IPv6 address. Raises OSError if no address, or the port of one of
+    them, is available.
+    """
+    sockets: list[socket.socket] = []
+    error = OSError(errno.EADDRNOTAVAIL, f"host: expected an address of this machine, got {host!r:.80}")
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    with contextlib.ExitStack() as opened:
+        for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+            port = sockets[0].getsockname()[1] if sockets else port
+            try:
+                new = socket.create_server((address[0], port, *address[2:]), family=family)
+            except OSError as refusal:
+                if refusal.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                error = refusal
+            else:
+                sockets.append(opened.enter_context(new))
+        if not sockets:
+            raise error
+        opened.pop_all()
+    return sockets
