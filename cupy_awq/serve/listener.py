@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 from typing import Any
 
@@ -17,16 +18,6 @@ from cupy_awq.serve.http import Protocol
 from cupy_awq.serve.server import Server, Settings
 
 LOG = logging.getLogger(__name__)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address. Raises OSError if that is not possible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]
-        raise OSError(f"host, port: expected a free address of this machine, got {host}, {port}: {reason}") from None
 
 
 class Listener(uvicorn.Server):
@@ -87,20 +78,24 @@ def listen(host: str, port: int) -> list[socket.socket]:
     them, is available.
     """
     sockets: list[socket.socket] = []
-    error = OSError(errno.EADDRNOTAVAIL, f"host: expected an address of this machine, got {host!r:.80}")
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    with contextlib.ExitStack() as opened:
-        for family, address in dict.fromkeys((family, address) for family, *_, address in found):
-            port = sockets[0].getsockname()[1] if sockets else port
-            try:
-                new = socket.create_server((address[0], port, *address[2:]), family=family)
-            except OSError as refusal:
-                if refusal.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-                error = refusal
-            else:
-                sockets.append(opened.enter_context(new))
-        if not sockets:
-            raise error
-        opened.pop_all()
+    refused = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with contextlib.ExitStack() as opened:
+            for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+                shared = sockets[0].getsockname()[1] if sockets else port
+                try:
+                    new = socket.create_server((address[0], shared, *address[2:]), family=family)
+                except OSError as error:
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        raise
+                    refused = error
+                else:
+                    sockets.append(opened.enter_context(new))
+            if not sockets:
+                raise refused
+            opened.pop_all()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise OSError(f"host, port: expected a free address of this machine, got {host}, {port}: {reason}") from None
     return sockets
