@@ -79,6 +79,10 @@ def test_files_are_checked_before_the_model_is_loaded(tmp_path: Path, capsys: py
         (b'{"prompt": "\xff"}\n', "line 1: expected JSON in UTF-8, got 'utf-8' codec can't decode byte 0xff"),
         (b'{"id": NaN, "prompt": "a"}\n', "line 1: expected JSON in UTF-8, got NaN, which JSON does not have"),
         (b'{"id": [1], "prompt": "a"}\n', "line 1: id: expected a text or an integer, got list"),
+        (
+            b'{"prompt": "a", "max_tokens": 1}\n',
+            "line 1: max_tokens: expected an option of the command, for all prompts",
+        ),
         (b'{"id": true, "prompt": "a"}\n', "line 1: id: expected a text or an integer, got bool"),
         (
             b'{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n',

@@ -9,15 +9,19 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from cupy_awq.checkpoint.model_path import locate
 from cupy_awq.kernels.tiling import ceil_div
-from cupy_awq.llm import Engine, LanguageModel
+from cupy_awq.llm import Engine, LanguageModel, Request, Sampling
 from cupy_awq.llm.extra import import_extra
 from cupy_awq.llm.prompt_answerer import PromptAnswerer, answer_all
 from cupy_awq.tools.progress import show_bar
+
+OPTIONS = {each.name for kind in (Request, Sampling) for each in fields(kind)} - {"prompt", "key", "continues"}
+"""What a line of prompts cannot set, as it would be ignored like other fields that the command does not know."""
 
 BEGIN = b'{"id": '
 """How each line of answers begins."""
@@ -156,6 +160,8 @@ def _read_prompts(path: Path) -> Iterator[tuple[Any, Any]]:
         where = f"{path}: line {number}"
         if not isinstance(entry, dict) or "prompt" not in entry:
             raise ValueError(f"{where}: expected an object with a prompt, got {_describe(entry)}")
+        if options := sorted(entry.keys() & OPTIONS):
+            raise ValueError(f"{where}: {options[0]}: expected an option of the command, for all prompts, got a field")
         key = entry.get("id", number)
         if type(key) not in (str, int):
             raise ValueError(f"{where}: id: expected a text or an integer, got {type(key).__name__}")
