@@ -20,14 +20,7 @@ from cupy_awq.kernels.experts.expert_gemm_sm90 import EXPERT_GEMM_SM90
 from cupy_awq.kernels.experts.expert_gemm_tiles import EXPERT_GEMM_TILES
 from cupy_awq.kernels.experts.layer import BLOCKS, ExpertLayer, list_steps, modelled_us, plan_layer
 from cupy_awq.kernels.experts.problem import ExpertProduct
-from cupy_awq.kernels.experts.routing import (
-    CHOOSE_EXPERTS,
-    ROUTE_TOKENS,
-    SUM_EXPERTS,
-    ExpertChoice,
-    ExpertSum,
-    TokenRouting,
-)
+from cupy_awq.kernels.experts.routing import CHOOSE_EXPERTS, ROUTE_TOKENS, ExpertChoice, TokenRouting
 from cupy_awq.kernels.family import AnyFamily, SoleConfig
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from cupy_awq.runtime import compile as compiler
@@ -340,19 +333,6 @@ def test_every_layer_has_a_plan(arch: int, group_size: int) -> None:
             for plan, _ in plan_layer(layer, here).plans(here):
                 assert plan.shared_bytes <= here.shared_bytes_per_block
                 assert max(plan.grid[1:]) < 1 << 16
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sum_of_rows_that_several_ctas_share(backend: str) -> None:
-    rng = np.random.default_rng(0)
-    pairs, ids = rng.standard_normal((9, 1040)).astype(np.float16), rng.integers(-1, 3, (3, 3)).astype(np.int32)
-    shared, y = rng.standard_normal((3, 1040)).astype(np.float16), np.full((3, 1040), np.nan, np.float16)
-    problem = ExpertSum(3, 1040, 3, 2, "float16", True, True, 1040, 1040)
-    plan = SUM_EXPERTS.plan(SoleConfig(), problem, facts(80, backend))
-    runner(backend)(plan, {"pairs": pairs, "ids": ids, "shared": shared, "y": y})
-    has_expert = ((ids >= 0) & (ids < 2))[:, :, None]
-    expected = np.where(has_expert, pairs.reshape(3, 3, -1).astype(np.float64), 0).sum(1) + shared
-    np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

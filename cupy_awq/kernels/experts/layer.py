@@ -68,7 +68,7 @@ class ExpertForm(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def reads_fragments(form: ExpertForm, dtype: str, device: Device) -> bool:
     """Return whether kernels of the GPU read the weights in the fragment layout, for x of a dtype, gated or not."""
-    activations = (Activation(),) if form.n % 32 else (Activation(), Activation("silu", gated=True))
+    activations = (Activation(),) if form.n % 16 else (Activation(), Activation("silu", gated=True))
     form = form._replace(layout=FRAGMENTS)
     products = [replace(form.product(dtype, 8, 1, activation), rows="sorted") for activation in activations]
     families = select.families(products[0]).values()
