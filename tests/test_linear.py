@@ -15,9 +15,12 @@ import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, gemm_layer
-from cupy_awq.runtime import arrays, placement
+from cupy_awq.activation import Activation
+from cupy_awq.ops import prepared_gemm
+from cupy_awq.ops.repack import RepackedWeight
+from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.tools.testing import random_activations, random_weight
-from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
+from tests.products import ELEMENTS, FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
 from tests.test_reference import ACTIVATIONS
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -366,8 +369,21 @@ def test_layer_without_its_awq_tensors_computes_the_same(n: int, activation: Any
         _ = alone.weight
     with pytest.raises(ValueError, match=r"^weight: expected a layer with keep_weight=True, got "):
         pickle.dumps(alone)
-    with pytest.raises(ValueError, match="needs the weight in the AWQ layout"):
+    with pytest.raises(TypeError, match=r"^x: expected float16 or bfloat16 for a layer with keep_weight=False, got "):
         alone(put(x.astype(np.float32)))
+
+
+@pytest.mark.parametrize(("arch", "served"), [(75, ["float16"]), (80, ["float16", "bfloat16"])])
+def test_x_that_needs_the_freed_tensors_is_named(monkeypatch: pytest.MonkeyPatch, arch: int, served: list[str]) -> None:
+    monkeypatch.setattr(prepared_gemm.device, "of", lambda index: device.nominal(arch))
+    weight = random_weight(np.random.default_rng(0), 64, 32, 32)
+    alone = RepackedWeight(weight, np.zeros(0, np.uint8), 0, False).without_original()
+    for element in ELEMENTS:
+        if element.name in served:
+            prepared_gemm.gemm_problem(alone, Activation(), 1, element)
+        else:
+            with pytest.raises(TypeError, match=rf"^x: expected {' or '.join(served)} for .*, got {element}$"):
+                prepared_gemm.gemm_problem(alone, Activation(), 1, element)
 
 
 def test_layer_without_a_repacked_copy_keeps_its_weight() -> None:

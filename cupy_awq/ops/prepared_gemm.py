@@ -20,6 +20,7 @@ from cupy_awq.ops.gather_columns import ActivationOrder, prepare_gather
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime.device import Capability
 from cupy_awq.runtime.launcher import Launcher
 from cupy_awq.weight import PackedWeight
 
@@ -191,9 +192,17 @@ def weight_pointers(weight: PackedWeight, bias: Array | None, order: ActivationO
 def gemm_problem(
     weight: PackedWeight, activation: Activation, m: int, element: np.dtype[Any], **fields: Any
 ) -> Problem:
-    """Return the `Problem` for m rows of x and a weight; ``fields`` are the fields that this function does not set."""
+    """Return the `Problem` for m rows of x and a weight; ``fields`` are the fields that this function does not set.
+
+    Raises TypeError if kernels for x of this dtype need the tensors in the AWQ layout, which are freed.
+    """
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
+        if not weight.has_original:
+            has_bfloat16 = device.of(spec.device).has(Capability.BFLOAT16)
+            served = ("float16", "bfloat16") if has_bfloat16 else ("float16",)
+            if element.name not in served:
+                raise TypeError(f"x: expected {' or '.join(served)} for a layer with keep_weight=False, got {element}")
         fields |= {
             "layouts": weight.layouts,
             "scale_exponent": weight.scale_exponent,
