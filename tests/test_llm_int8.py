@@ -19,6 +19,7 @@ from cupy_awq.llm.decoder.cuda_backend import CudaOps
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families.description import LinearSpec
 from cupy_awq.llm.files.model_files import Int8Module
+from cupy_awq.runtime import device
 from tests import llm_models
 from tests.logits import logits_of
 from tests.test_formats_gguf import random_blocks, values_of
@@ -88,7 +89,8 @@ def test_8_bit_codes_and_then_4_bit_codes_decide_for_float16_activations(
     tmp_path: Path, kinds: dict[str, str], dtype: Any
 ) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {**kinds, "attn_q": "BF16"})
-    assert activation_dtype(llm.read(tmp_path / "m.gguf")) == dtype
+    files = llm.read(tmp_path / "m.gguf")
+    assert [activation_dtype(files, device.nominal(arch)) for arch in (70, 75, 80)] == [dtype, FLOAT16, dtype]
 
 
 @pytest.mark.usefixtures("simulated")

@@ -254,7 +254,7 @@ def _load(name: str, index: int) -> tuple[Model, CudaOps]:
     import cupy
 
     files = first_layers(synthetic(SHAPES[name], xp=cupy) if name in SHAPES else readers.read(name), LAYERS)
-    ops = CudaOps(files.config, index, activation_dtype(files))
+    ops = CudaOps(files.config, index, activation_dtype(files, devices.of(index)))
     return build_model(files, ops), ops
 
 

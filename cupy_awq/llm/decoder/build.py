@@ -19,6 +19,8 @@ from cupy_awq.llm.decoder.model import Model
 from cupy_awq.llm.decoder.numpy_backend import NumpyOps
 from cupy_awq.llm.families.description import Attention, Experts, LayerSpec, LinearSpec, NormSpec
 from cupy_awq.llm.files.model_files import DenseLinear, Linear, ModelFiles, Progress
+from cupy_awq.runtime import device
+from cupy_awq.runtime.device import Capability, Device
 
 
 def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = None) -> Model:
@@ -59,15 +61,18 @@ def make_ops(files: ModelFiles, index: int, *, batch_invariant: bool = False) ->
         return NumpyOps(files.config, batch_invariant=batch_invariant)
     from cupy_awq.llm.decoder.cuda_backend import CudaOps  # imported here: the CPU path must work without CuPy
 
-    return CudaOps(files.config, index, activation_dtype(files), batch_invariant=batch_invariant)
+    dtype = activation_dtype(files, device.of(index))
+    return CudaOps(files.config, index, dtype, batch_invariant=batch_invariant)
 
 
-def activation_dtype(files: ModelFiles) -> np.dtype[Any]:
+def activation_dtype(files: ModelFiles, gpu: Device) -> np.dtype[Any]:
     """Return the dtype of a model's activations on a GPU: bfloat16 if its first 4-bit layer has bfloat16 scales.
 
-    A model without 4-bit layers has the dtype of its first layer. 8-bit weights need float16 activations.
+    A model without 4-bit layers has the dtype of its first layer. 8-bit weights need float16 activations, and so do the
+    tensor cores of sm_75, which are the only ones without bfloat16.
     """
-    if files.int8_weights:
+    lacks_bfloat16 = gpu.has(Capability.MMA_M16N8K8) and not gpu.has(Capability.BFLOAT16)
+    if files.int8_weights or lacks_bfloat16:
         return FLOAT16
     linears = [(linear, layer.name) for layer in files.config.layers for linear in layer.linears]
     quantized = (pair for pair in linears if f"{pair[1]}.{pair[0].name}" in files.tensors)
