@@ -21,7 +21,7 @@ from cupy_awq.llm.prompt_answerer import PromptAnswerer, answer_all
 from cupy_awq.tools.progress import show_bar
 
 OPTIONS = {each.name for kind in (Request, Sampling) for each in fields(kind)} - {"prompt", "key", "continues"}
-"""What a line of prompts cannot set, as it would be ignored like other fields that the command does not know."""
+"""The options that a line of prompts cannot set: they would be ignored like other fields that are not known."""
 
 BEGIN = b'{"id": '
 """How each line of answers begins."""
