@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cupy_awq.llm import Engine, load
-from cupy_awq.serve.http import until_disconnect
+from cupy_awq.serve.http import Protocol, until_disconnect
 from cupy_awq.serve.limits import Limits
 from cupy_awq.serve.listener import listen
 from tests import llm_models
@@ -177,6 +177,20 @@ def test_a_client_of_http_1_0_gets_the_same_events(server: Running) -> None:
     )]  # fmt: skip
     assert end == "data: [DONE]"
     assert texts[0] == texts[1] != ""
+
+
+def test_events_are_sent_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nagle's algorithm would hold those of a kept connection until the client acknowledges earlier ones, for 40 ms."""
+    begin, options = Protocol.connection_made, []
+
+    def connection_made(self: Protocol, transport: asyncio.Transport) -> None:
+        begin(self, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(Protocol, "connection_made", connection_made)
+    assert server.complete()[0] == 200
+    assert options
+    assert all(options)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, ClassVar
@@ -32,6 +33,8 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the deadline of the first request, and give requests the transport of the connection."""
         super().connection_made(transport)
+        # asyncio does so too, but not for connections of a socket that was made without the number of the protocol.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.app_state = {**self.app_state, "transport": transport}
         self._watch()
 
