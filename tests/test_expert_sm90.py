@@ -129,13 +129,14 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
         WGMMA, MAIN, "if (k_tile > k_tile_begin) pipeline.producer_acquire(state);", "", RACE,
     ),
     "a tile is announced in a slot that is still read": (
-        SHORT, MAIN, "slot = slot + 1 == C::kTiles ? 0 : slot + 1;\n    }\n    pipeline", "}\n    pipeline", RACE,
+        SHORT, MAIN, "slot = slot + 1 == C::kTiles ? 0 : slot + 1;\n    }\n    pipeline", "}\n    pipeline",
+        ("values", "race"),
     ),
     "rows are copied before the tile is announced": (
         WGMMA, MAIN, "    sync();\n    return tile.end();", "    return tile.end();", RACE,
     ),
     "the next tile is announced while a warp reads one without pairs": (
-        SPARSE, MAIN, "        sync();  // the slot is", "        // the slot is", RACE,
+        SPARSE, MAIN, "tile.claimed = claimed;\n    sync();", "tile.claimed = claimed;", RACE,
     ),
     "the signaler stops too late": (
         WGMMA, MAIN, "has_ended = announced[slot].n_block < 0;", "has_ended = announced[slot].n_block < -1;",

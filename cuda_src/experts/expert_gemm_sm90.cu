@@ -220,7 +220,6 @@ template <class C> struct RowWarps {
       if (end == 0) {
         share_claim(tile);
         load_next();
-        sync();  // the slot is no longer read
         load_weights();
         continue;
       }
