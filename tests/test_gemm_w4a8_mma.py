@@ -210,19 +210,28 @@ SEEDS = {
 }  # fmt: skip
 
 
+ROW_SEEDS = {
+    "products are taken for their bits": (HEADER, "static_cast<float>(product)", "__int_as_float(product)", VALUES),
+    "scales of the other row": (HEADER, "(threadIdx.x) % 4 * 2 + v", "(threadIdx.x) % 4 * 2 + 1 - v", VALUES),
+    "scales past the last row are read at the end": (HEADER, "last_row)]", "last_row + 1)]", OUTSIDE),
+}  # fmt: skip
+"""Bugs of products with one scale per row of x."""
+
+
 SEEDED = (60, 136, 656, 128, "float16", "float16", None, True, 40, 4, 3, 5, 4, 5)
 """The case in which bugs are planted: two chunks of rows, of which a tile has part of the second, and stream-K."""
 
 
-def outcome(landing: str) -> str:
+def outcome(landing: str, kind: str) -> str:
     """Return the check that fails when the case is simulated, or "nothing" if y is right."""
-    problem, config, block = problem_of(SEEDED, "blocks")
+    problem, config, block = problem_of(SEEDED, kind)
     gpu = facts(80, landing)
     return caught_by(lambda: check_product(landing, problem, GEMM_W4A8_MMA, config, gpu, block, seed=1))
 
 
-def test_the_kernel_passes_before_a_bug_is_planted() -> None:
-    assert (outcome("latest"), outcome("earliest")) == ("nothing", "nothing")
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_the_kernel_passes_before_a_bug_is_planted(kind: str) -> None:
+    assert (outcome("latest", kind), outcome("earliest", kind)) == ("nothing", "nothing")
 
 
 @pytest.mark.parametrize(
@@ -231,4 +240,12 @@ def test_the_kernel_passes_before_a_bug_is_planted() -> None:
 def test_a_planted_bug_is_caught(bug: str) -> None:
     path, old, new, caught = SEEDS[bug]
     with patched(path, old, new):
-        assert (outcome("latest"), outcome("earliest")) == caught
+        assert (outcome("latest", "blocks"), outcome("earliest", "blocks")) == caught
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ROW_SEEDS)
+def test_a_planted_bug_of_row_scales_is_caught(bug: str) -> None:
+    path, old, new, caught = ROW_SEEDS[bug]
+    with patched(path, old, new):
+        assert (outcome("latest", "rows"), outcome("earliest", "rows")) == caught

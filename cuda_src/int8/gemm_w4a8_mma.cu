@@ -24,7 +24,8 @@
 // The kernel computes y^T = W^T x^T, as gemm_mma_fragments does: a warp computes 32 columns of the CTA tile and
 // converts their weights (operand A, q - z) in registers once per k tile, for all BLOCK_M rows of x (operand B,
 // ldmatrix). The int32 products of a k tile are accumulated for 16 rows at a time, then scaled and added to float32
-// accumulators while the tensor cores compute those of the next 16 rows, whose x is loaded before.
+// accumulators while the tensor cores compute those of the next 16 rows, whose x is loaded before. With ROW_SCALES, the
+// one scale of a row of int8 x multiplies the accumulators at the end of a tile.
 #include "int8/gemm_w4a8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= (ASYNC ? 800 : 750), "gemm_w4a8_mma needs sm_75, and sm_80 for cp.async");
@@ -34,6 +35,7 @@ struct Config : EpilogueOptions<BIAS, Activation::ACTIVATION, GATED, HAS_BIAS, H
   using T = Y;  // type of y
   using Scale = SCALE;
   static constexpr bool kFp8 = FP8;
+  static constexpr bool kRowScales = ROW_SCALES;  // whether int8 x has one scale per row
   static constexpr Zeros kZeros = Zeros::ZEROS;
   using Copies = Select<ASYNC, CopyAsync, CopyDirect>;
   static constexpr bool kAligned = ALIGNED;
@@ -70,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerS
                           ptx::opaque(n), ptx::opaque(k), block_size);
     run_main_loop<C>(accumulators, copies, magic, thread, ptx::opaque(m) - tile.m_block * C::kBlockM, ring,
                      scheduler.k_tile_end - scheduler.k_tile_begin);
+    if constexpr (C::kRowScales) scale_rows<C>(accumulators, x_scale, tile.m_block * C::kBlockM, m - 1);
     uint32_t* const counter = counters + scheduler.unit;
     if (C::kStreamK && scheduler.adds_partial_sums() && threadIdx.x == 0) {
       wait_for_partials(counter, scheduler.cluster_idx - scheduler.first_sharer());

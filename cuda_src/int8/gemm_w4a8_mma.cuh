@@ -27,7 +27,7 @@ template <class Host> struct GemmW4A8Mma : Host {
   // A stage holds
   //   x        [row][128], swizzled (hopper/swizzle.cuh)
   //   weight   [warp]: a weight tile of repacked_layout.cuh
-  //   sX       float32 [row]
+  //   sX       float32 [row], without kRowScales
   //   sums     float32 [row], with FP8
   // After the main loop, the accumulators of kPassRows rows overwrite the stages. The padding avoids bank conflicts.
   static constexpr int kHalfScaleBytes = 16 * sizeof(typename Host::Scale);  // those of 16 columns
@@ -35,7 +35,8 @@ template <class Host> struct GemmW4A8Mma : Host {
   static constexpr int kWeightTileBytes = kCodeBytes + 2 * kHalfGroupBytes;
   static constexpr int kXBytes = Host::kBlockM * kBlockK;
   static constexpr int kXScale = kXBytes + Host::kWarpsN * kWeightTileBytes;  // offset of sX
-  static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * (Host::kFp8 ? 8 : 4), 128) * 128;
+  static constexpr int kRowBytes = Host::kRowScales ? 0 : Host::kFp8 ? 8 : 4;  // those of sX and sums
+  static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * kRowBytes, 128) * 128;
   static constexpr int kPitch = kBlockN + 4;
 
   using Scheduler = StreamKTileScheduler<1, Host::kStreamK>;
@@ -94,7 +95,7 @@ template <class C> class StageCopies {
       if (i == kCodeBytes && thread % 32 >= C::kHalfGroupBytes / 8) continue;
       copies.start_16(stage + weight_target_ + i, weight_ + thread % 32 * 16 + i, true);
     }
-    if (C::kThreads == C::kBlockM || thread < C::kBlockM) {
+    if (!C::kRowScales && (C::kThreads == C::kBlockM || thread < C::kBlockM)) {
       copies.start_4(stage + C::kXScale + thread * 4, x_scale_, true);
       if constexpr (C::kFp8) copies.start_4(stage + C::kXScale + (C::kBlockM + thread) * 4, x_sums_++, true);
     }
@@ -236,6 +237,9 @@ template <class C> struct KTile {
           if constexpr (C::kFp8) {
             if (step == 0) sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
             mma(sums, a[i][step], x64[step % 2 * 2], x64[step % 2 * 2 + 1]);
+          } else if (C::kRowScales && step == 0) {
+            const int32_t zeros[4] = {};
+            mma(sums, a[i][step], x64[0], x64[1], zeros);
           } else {
             const int32_t (&addend)[4] = step == 0 ? magic : static_cast<const int32_t (&)[4]>(sums);
             mma(sums, a[i][step], x64[step % 2 * 2], x64[step % 2 * 2 + 1], addend);
@@ -251,7 +255,7 @@ template <class C> struct KTile {
 #pragma unroll
     for (int j = 0; j < tiles; ++j) {
       Vector<float, 2> x_scales, x_sums;
-      load<true>(x_scales, x_scale + (first + j) * 8);
+      if constexpr (!C::kRowScales) load<true>(x_scales, x_scale + (first + j) * 8);
       if constexpr (C::kFp8) load<true>(x_sums, x_scale + C::kBlockM + (first + j) * 8);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -260,6 +264,10 @@ template <class C> struct KTile {
           float& sum = accumulators[i][first + j][v];
           const typename C::Product product = products[chunk % 2][j][i][v];
           const float scale = columns[i].scales[v / 2];
+          if constexpr (C::kRowScales) {
+            sum = fmaf(static_cast<float>(product), scale, sum);
+            continue;
+          }
           float scaled;
           if constexpr (C::kFp8) {
             scaled = fmaf(product, scale, columns[i].offsets[v / 2] * x_sums.values[v % 2]);
@@ -309,5 +317,22 @@ template <class C> __device__ __forceinline__ void run_main_loop(Accumulators<C>
     operands.x_scale = reinterpret_cast<const float*>(memory + stage + C::kXScale) + lane % 4 * 2;
     operands.add_products(accumulators, magic, rows);
     stage_idx = stage_idx + 1 == C::kStages ? 0 : stage_idx + 1;
+  }
+}
+
+// With kRowScales, multiplies the accumulators of a tile, whose rows begin at `first_row`, by the scales of the rows.
+template <class C> __device__ __forceinline__ void scale_rows(Accumulators<C>& accumulators, const float* x_scale,
+                                                              int first_row, int last_row) {
+#pragma unroll
+  for (int j = 0; j < C::kM8Tiles; ++j) {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      const float scale = x_scale[min(first_row + j * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + v, last_row)];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        accumulators[i][j][v] *= scale;
+        accumulators[i][j][v + 2] *= scale;
+      }
+    }
   }
 }

@@ -100,11 +100,17 @@ class GemmW4A8MmaConfig(MmaStreamK):
     def stage_bytes(self, problem: Int8Problem) -> int:
         """Return the size of a pipeline stage in bytes: x with its scales, and the weight."""
         weight = self.warps_n * weight_tile_bytes(problem)
-        return ceil_div(self.block_m * (BLOCK_K + (8 if problem.fp8 else 4)) + weight, 128) * 128
+        scale_bytes = 0 if has_row_scales(problem) else 8 if problem.fp8 else 4
+        return ceil_div(self.block_m * (BLOCK_K + scale_bytes) + weight, 128) * 128
 
     def shared_bytes(self, problem: Int8Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         return max(self.stages * self.stage_bytes(problem), self.pass_rows * (self.block_n + 4) * 4)
+
+
+def has_row_scales(problem: Int8Problem) -> bool:
+    """Return whether x is int8 with one scale per row, which multiplies y instead of the products of a k tile."""
+    return not problem.fp8 and (problem.row_scales or problem.blocks == 1)
 
 
 def weight_tile_bytes(problem: Int8Problem) -> int:
@@ -169,11 +175,12 @@ def plan(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device) -> Lau
         *constants(config, "block_m warps_n stages pass_rows ctas_per_sm"),
         ("ASYNC", int(config.is_async)),
         ("ALIGNED", int(problem.wide)),
+        ("ROW_SCALES", int(has_row_scales(problem))),
         ("STREAM_K", int(config.stream_k_units > 0)),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
-    has_row_scales = problem.row_scales or problem.fp8
-    x_scale, block_size = ("x_row_scale", problem.k) if has_row_scales else ("x_scale", problem.block_size)
+    is_by_row = problem.row_scales or problem.fp8
+    x_scale, block_size = ("x_row_scale", problem.k) if is_by_row else ("x_scale", problem.block_size)
     sizes = (problem.m, problem.n, problem.k, block_size, problem.y_row_stride)
     stream_k = (config.stream_k_units, config.stream_k_ctas)
     scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, problem.limits))
