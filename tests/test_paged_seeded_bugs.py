@@ -28,7 +28,7 @@ SPLITS = functools.partial(tests.test_decode_attention_merges_many_splits, "late
 CHOOSE = functools.partial(tests.test_the_kernels_choose_the_same_tokens_as_the_cpu, "latest", 90, tests.MIXED)
 
 CACHE, ITEMS, BEGIN, ATTENTION = (
-    f"decoder/{name}" for name in ("kv_cache.cuh", "decode_step.cuh", "begin_step.cu", "attention_sm80.cu")
+    f"decoder/{name}" for name in ("kv_cache.cuh", "decode_step.cuh", "begin_step.cu", "attention_mma.cu")
 )
 Seed = tuple[Callable[[], None], str, str, str, tuple[str, str]]
 
@@ -83,7 +83,7 @@ SEEDS: dict[str, Seed] = {
     "values past the last key are not zero": (PROMPT, ATTENTION, "first < valid ? 16 : 0", "16", VALUES),
     "the sum is not rescaled": (LONG, ATTENTION, "        row_sum[h][i] *= rescale;\n", "", VALUES),
     "the key that rope_cache has appended is left out": (
-        DECODE, "decoder/decode_attention_sm80.cu", "kAppended ? keys : min(position, capacity)",
+        DECODE, "decoder/decode_attention_mma.cu", "kAppended ? keys : min(position, capacity)",
         "min(position, capacity)", VALUES,
     ),
     "the seen tokens of the row instead of its slot": (

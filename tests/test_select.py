@@ -351,17 +351,17 @@ def test_a_lowered_path_has_the_capabilities_of_its_architecture() -> None:
 def test_explain_covers_the_kernels_of_a_decoder() -> None:
     """`explain` lists both attention kernels on a GPU with tensor cores, and chooses the one that uses them."""
     problem = Attention(64, 32, 8, 128, 2048, 32 * 1024, "float16", 1e-6, False, 1)
-    for arch, kernel in ((90, "attention_sm80"), (75, "attention")):
+    for arch, kernel in ((90, "attention_mma"), (75, "attention")):
         text = select.explain(problem, device.nominal(arch))
         assert _chosen(text) == kernel
-        assert len(re.findall(r"^(?:->|  ) attention(?:_sm80)? ", text, re.MULTILINE)) == 2
+        assert len(re.findall(r"^(?:->|  ) attention(?:_mma)? ", text, re.MULTILINE)) == 2
     assert "needs sm_80 or newer, not sm_75" in text
     candidate = select.candidates(problem, H100)["attention"][0]
     names = [plan_attention(H100, *astuple(problem)).kernel.entry]
     with select.forced(candidate):
         names.append(plan_attention(H100, *astuple(problem)).kernel.entry)
     names.append(plan_attention(H100, *astuple(problem)).kernel.entry)
-    assert names == ["attention_sm80", "attention", "attention_sm80"]
+    assert names == ["attention_mma", "attention", "attention_mma"]
 
 
 def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

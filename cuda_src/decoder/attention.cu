@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal attention in prefill without tensor cores, for problems that attention_sm80 does not support:
+// Causal attention in prefill without tensor cores, for problems that attention_mma does not support:
 //
 //   q = RoPE(RMSNorm(q))                              rope.cuh; RMSNorm only with QK_NORM
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
@@ -7,7 +7,7 @@
 // Row m is any token of any sequence, and attends to the keys p = 0 .. lengths[m] of the sequence. Query head h reads
 // KV head h / (heads / kv_heads).
 //
-//   qkv, q_norm, cos, sin, out: as in attention_sm80.cu
+//   qkv, q_norm, cos, sin, out: as in attention_mma.cu
 //   lengths  int32 [m], the position of each row; -1, that of a padding row, means 0
 //   k, v     the KV cache (kv_cache.cuh); work is not used
 //

@@ -11,7 +11,7 @@
 //   slots   int32 [m], the sequence of each row; 0 for padding rows
 //   work    int4 [1 + items], what attention computes: with RANGES, {items, 0, 0, 0} and then {row, range, position,
 //           sequence} of each range of keys (key_ranges.cuh), the work list of decode_attention; else a tile {row, 1,
-//           position, sequence} of each row for attention_sm80
+//           position, sequence} of each row for attention_mma
 //
 // Limits: m <= THREADS. Architectures: all. Grid (1, 1, 1), a thread per row.
 // PDL: launched without it, so that the work list is complete before any kernel of the step starts.

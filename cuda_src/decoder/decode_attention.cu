@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of a decode step without tensor cores, for problems that decode_attention_sm80 does not support:
+// The attention of a decode step without tensor cores, for problems that decode_attention_mma does not support:
 //
 //   out[b, head, :] = sum over p <= position[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //

@@ -9,9 +9,9 @@ from cupy_awq.kernels.conv2d.conv2d_mma import CONV2D_MMA
 from cupy_awq.kernels.conv2d.conv2d_simt import CONV2D_SIMT
 from cupy_awq.kernels.conv2d.conv2d_sm90 import CONV2D_SM90
 from cupy_awq.kernels.conv2d.problem import Convolution
-from cupy_awq.kernels.decoder.attention import ATTENTION, ATTENTION_SM80, Attention
+from cupy_awq.kernels.decoder.attention import ATTENTION, ATTENTION_MMA, Attention
 from cupy_awq.kernels.decoder.begin_step import BEGIN_STEP, StepPreparation
-from cupy_awq.kernels.decoder.decode_attention import DECODE_ATTENTION, DECODE_ATTENTION_SM80, DecodeAttention
+from cupy_awq.kernels.decoder.decode_attention import DECODE_ATTENTION, DECODE_ATTENTION_MMA, DecodeAttention
 from cupy_awq.kernels.decoder.dense import DENSE, DENSE_INT8, DENSE_INT8_MMA, DENSE_MMA, DENSE_SM90, DenseProduct
 from cupy_awq.kernels.decoder.embed import EMBED, Embedding
 from cupy_awq.kernels.decoder.rms_norm import RMS_NORM, RmsNormalization
@@ -96,8 +96,8 @@ _REGISTERED: dict[type[KernelProblem], tuple[AnyFamily, ...]] = {
     RmsNormalization: (RMS_NORM,),
     GatedActivation: (SWIGLU,),
     RopeCaching: (ROPE_CACHE,),
-    Attention: (ATTENTION_SM80, ATTENTION),
-    DecodeAttention: (DECODE_ATTENTION_SM80, DECODE_ATTENTION),
+    Attention: (ATTENTION_MMA, ATTENTION),
+    DecodeAttention: (DECODE_ATTENTION_MMA, DECODE_ATTENTION),
     DenseProduct: (DENSE_SM90, DENSE_MMA, DENSE, DENSE_INT8_MMA, DENSE_INT8),
     TokenSampling: (SAMPLE_TOKEN,),
     ThresholdSearch: (SAMPLING_THRESHOLD,),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attention_sm80`` and ``attention``: causal attention in prefill, with tensor cores (mma.sync) and without."""
+"""``attention_mma`` and ``attention``: causal attention in prefill, with tensor cores (mma.sync) and without."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.runtime.launch_plan import Argument, LaunchPlan
 
 PREFILL_TILE = 64
-"""The number of queries per tile of ``attention_sm80``."""
+"""The number of queries per tile of ``attention_mma``."""
 KEY_BLOCK = 32
-"""The number of keys per pipeline stage of ``attention_sm80``, those of a block of the cache."""
+"""The number of keys per pipeline stage of ``attention_mma``, those of a block of the cache."""
 STAGES, CTAS_PER_SM = 3, 2
-"""The number of pipeline stages of ``attention_sm80``, and the number of its CTAs per SM."""
+"""The number of pipeline stages of ``attention_mma``, and the number of its CTAs per SM."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Attention(MemoryBoundProblem):
         return ("qkv", "q_norm", "cos", "sin", "k", "v", *CACHE_BUFFERS, "out", *scalars)
 
 
-class AttentionSm80(SoleConfigFamily[Attention]):
-    """The kernel family ``attention_sm80``: prefill attention on tensor cores."""
+class AttentionMma(SoleConfigFamily[Attention]):
+    """The kernel family ``attention_mma``: prefill attention on tensor cores."""
 
-    NAME = "attention_sm80"
+    NAME = "attention_mma"
     needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC, Capability.LDMATRIX
 
     def refusal(self, problem: Attention, device: Device) -> str | None:
@@ -130,5 +130,5 @@ class AttentionSimt(SoleConfigFamily[Attention]):
         return plan_launch(device, self.NAME, defines, grid, threads, problem.arguments())
 
 
-ATTENTION_SM80 = AttentionSm80()
+ATTENTION_MMA = AttentionMma()
 ATTENTION = AttentionSimt()

@@ -26,7 +26,7 @@ class StepPreparation(MemoryBoundProblem):
     Attributes:
         m: number of rows, at most `MAX_ROWS`.
         width: number of columns of the block table.
-        splits: as in `DecodeAttention`; 0 to write a tile per row for ``attention_sm80`` instead of ranges of keys.
+        splits: as in `DecodeAttention`; 0 to write a tile per row for ``attention_mma`` instead of ranges of keys.
     """
 
     m: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``decode_attention_sm80`` and ``decode_attention``: attention in a decode step, with tensor cores and without.
+"""``decode_attention_mma`` and ``decode_attention``: attention in a decode step, with tensor cores and without.
 
 The kernels apply RoPE, append k and v to the KV cache, and compute attention. Their grid does not depend on the lengths
 of the sequences, so a captured CUDA graph can be replayed for any length: CTAs take turns at ranges of keys.
@@ -101,7 +101,7 @@ class DecodeAttention(KernelProblem):
 
 @dataclass(frozen=True)
 class DecodeAttentionConfig(SoleConfig):
-    """A configuration of ``decode_attention_sm80`` or ``decode_attention``.
+    """A configuration of ``decode_attention_mma`` or ``decode_attention``.
 
     Attributes:
         cta_heads: number of query heads per CTA.
@@ -149,10 +149,10 @@ def _plan(
     return replace(plan, dependent=plan.dependent and not problem.appended)
 
 
-class DecodeAttentionSm80(Family[DecodeAttention, DecodeAttentionConfig]):
-    """The kernel family ``decode_attention_sm80``: attention of a decode step on tensor cores."""
+class DecodeAttentionMma(Family[DecodeAttention, DecodeAttentionConfig]):
+    """The kernel family ``decode_attention_mma``: attention of a decode step on tensor cores."""
 
-    NAME = "decode_attention_sm80"
+    NAME = "decode_attention_mma"
     needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC
 
     def refusal(self, problem: DecodeAttention, device: Device) -> str | None:
@@ -222,11 +222,11 @@ def _count_ctas(problem: DecodeAttention, cta_heads: int, ctas_per_sm: int, devi
 
 
 def _ctas_per_sm(threads: int) -> int:
-    """Return the number of CTAs per SM for which ``decode_attention_sm80`` is compiled."""
+    """Return the number of CTAs per SM for which ``decode_attention_mma`` is compiled."""
     return 256 // threads
 
 
-DECODE_ATTENTION_SM80 = DecodeAttentionSm80()
+DECODE_ATTENTION_MMA = DecodeAttentionMma()
 DECODE_ATTENTION = DecodeAttentionSimt()
 
 

@@ -45,9 +45,9 @@ static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128 && kHeads <= 2, "the accumul
 static_assert(THREADS == 128, "four warps compute a tile of 64 queries");
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    attention_sm80(const X* qkv, const float* q_norm, const float* cos, const float* sin, const X* k, const X* v,
-                   const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* out,
-                   int heads, int kv_heads, int capacity, int64_t block_stride, float scale, float eps) {
+    attention_mma(const X* qkv, const float* q_norm, const float* cos, const float* sin, const X* k, const X* v,
+                  const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* out,
+                  int heads, int kv_heads, int capacity, int64_t block_stride, float scale, float eps) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   // The item of the work list, and where the KV head is in a block of the cache. What is read again where it is used
   // takes no registers in between.

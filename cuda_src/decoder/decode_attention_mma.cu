@@ -7,7 +7,7 @@
 // grid and PDL.
 //
 // Limits: HEAD_DIM is a multiple of 64 up to 256; HEADS <= 16 query heads share a KV head. Architectures: sm_80 and
-// newer. q and the probabilities p are rounded to X, as in attention_sm80.
+// newer. q and the probabilities p are rounded to X, as in attention_mma.
 //
 // The warps of a CTA take turns at blocks of WARP_KEYS keys; a warp loads its next block while it computes. Operands
 // are loaded from global memory straight to registers, 16 bytes per load, for mma.m16n8k16 with lane = 4 g + t:
@@ -35,10 +35,10 @@ static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and 
 using Chunk = Vector<uint32_t, 4>;  // 8 values of type X, the 16 bytes of one load
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                          const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* k,
-                          X* v, X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int heads,
-                          int kv_heads, int capacity, int64_t block_stride, float scale, float eps) {
+    decode_attention_mma(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
+                         const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* k,
+                         X* v, X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int heads, int kv_heads,
+                         int capacity, int64_t block_stride, float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   // Operand A of q k^T, in the order in which lanes read it: [k step][lane].
   __shared__ Chunk queries[2 * kKeyChunks][32];
