@@ -34,7 +34,7 @@ Seed = tuple[Callable[[], None], str, str, str, tuple[str, str]]
 
 SEEDS: dict[str, Seed] = {
     "the wrong row of the block table": (
-        DECODE, CACHE, "int64_t>(slot) * (capacity", "int64_t>(slot - 1) * (capacity", OUTSIDE,
+        DECODE, CACHE, "int64_t>(slot) * (capacity", "int64_t>(slot - 1) * (capacity", VALUES,
     ),
     "the block of the next token at an edge of a block": (
         DECODE, CACHE, "block = key / kBlockKeys", "block = (key + 1) / kBlockKeys", VALUES,
@@ -49,12 +49,22 @@ SEEDS: dict[str, Seed] = {
         ROPE, "decoder/rope_cache.cu", " || position < 0", "", OUTSIDE,
     ),
     "the last range of keys is missing": (
-        SPLITS, BEGIN, "for (int i = 0; i < ranges; ++i)", "for (int i = 0; i < max(1, ranges - 1); ++i)", RACE,
+        SPLITS, BEGIN, "if (lane >= (own.y >> 8 & 0xff)) continue;",
+        "if (lane > 0 && lane + 1 >= (own.y >> 8 & 0xff)) continue;", OUTSIDE,
     ),
     "the ranges of rows of other warps are not counted": (
         DECODE, BEGIN, "if (lane >= step) end += before;", "if (lane > step) end += before;", RACE,
     ),
     "the block of the new token is not entered": (DECODE, BEGIN, "    blocks[block] = row[3];\n", "", VALUES),
+    "the first keys of another block": (
+        DECODE, BEGIN, "blocks[min(first + i, last)]", "blocks[min(first + i + 1, last)]", VALUES,
+    ),
+    "the new token in the block of the first key": (
+        DECODE, BEGIN, "int4{blocks[last], 0", "int4{blocks[first], 0", VALUES,
+    ),
+    "items are written before the block table": (
+        DECODE, BEGIN, "  __syncthreads();  // the items of all rows", "  // the items of all rows", RACE,
+    ),
     "only the first ranges are merged": (
         SPLITS, ITEMS, "begin < splits; begin +=", "begin < 1; begin +=", VALUES,
     ),

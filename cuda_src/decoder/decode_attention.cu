@@ -17,27 +17,23 @@ constexpr int kUnroll = UNROLL;
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1 : 2)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                      const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* k, X* v,
-                     X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int heads, int kv_heads,
-                     int capacity, int64_t block_stride, float scale, float eps) {
+                     X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int capacity,
+                     int64_t block_stride, float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ alignas(16) float queries[kHeads][kHeadDim];
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  Items items(work, heads);
+  Items items(work, 0);
   if (!items.any()) return;
   do {
-    const int split = items.split, head_block = items.head_block, row = items.row, item = items.index();
-    const int position = max(items.position, 0);
+    const int head_block = items.head_block, row = items.row, split = items.split, splits = items.splits;
+    const int item = items.index(), position = max(items.position, 0);
     const int keys = min(position + kAppended, capacity);  // number of keys in the cache before the launch
-    const int split_keys = range_size(min(position + 1, capacity));
-    const int splits = ceil_div(min(position + 1, capacity), split_keys);
-    if (split >= splits) return;
-    const int key_begin = split * split_keys, key_end = min(keys, key_begin + split_keys);
+    const int key_begin = split * items.split_keys, key_end = min(keys, key_begin + items.split_keys);
     const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
     const bool has_dims = d_begin < kHeadDim;
-    const int kv_head = head_block * kHeads / (heads / kv_heads);
-    const HeadCache cache(table, items.slot, kv_head, capacity, block_stride);
+    const HeadCache cache(table, items.slot, head_block / kGroupBlocks, capacity, block_stride);
 
     Chunk k_chunks[kUnroll], v_chunks[kUnroll];
     bool is_valid[kUnroll];
@@ -61,11 +57,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1 : 2)
     if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
 
     const bool appends = !kAppended && split == splits - 1 && position < capacity;
-    const int64_t append_offset = cache.offset(min(position, capacity - 1));
+    const int64_t append_offset = cache.offset(position, items.new_place);
     // Scores are multiplied by log2(e) beforehand, so that exp2 replaces exp.
     token.rotate_and_append(
-        qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
-        appends, items.position < 0, new_key, new_value, k + append_offset, v + append_offset,
+        qkv + static_cast<int64_t>(row) * kQkvWidth, head_block, eps, appends, items.position < 0, new_key, new_value,
+        k + append_offset, v + append_offset,
         [&](int head, const Pairs& pairs) { pairs.store(queries[head], scale * 1.4426950408889634f); });
     __syncthreads();
 
@@ -97,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1 : 2)
     softmax.merge_groups();
     softmax.store(warp_softmaxes);
     __syncthreads();
-    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block), partials,
-                 counters, item);
+    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, head_block), partials, counters,
+                 item);
   } while (items.next());
 }

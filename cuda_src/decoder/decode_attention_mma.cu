@@ -6,8 +6,8 @@
 // The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
 // grid and PDL.
 //
-// Limits: HEAD_DIM is a multiple of 64 up to 256; HEADS <= 16 query heads share a KV head. Architectures: sm_80 and
-// newer. q and the probabilities p are rounded to X, as in attention_mma.
+// Limits: HEAD_DIM is a multiple of 64 up to 256; HEADS <= 16 query heads share a KV head. Architectures: sm_75 and
+// newer, for bfloat16 sm_80. q and the probabilities p are rounded to X, as in attention_mma.
 //
 // The warps of a CTA take turns at blocks of WARP_KEYS keys; a warp loads its next block while it computes. Operands
 // are loaded from global memory straight to registers, 16 bytes per load, for mma.m16n8k16 with lane = 4 g + t:
@@ -28,8 +28,9 @@ constexpr int kKeyChunks = kHeadDim / 32;        // number of 16-byte chunks of 
 constexpr int kValueChunks = kHeadDim / 64;      // number of 16-byte chunks of a value per lane, loaded by 8 lanes
 constexpr int kHeadTiles = ceil_div(kHeads, 8);  // number of tiles of 8 heads in acc^T (the output of v^T p^T)
 
-static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");
+static_assert(kWarpKeys % 16 == 0, "one mma sums over 16 keys");
 static_assert(kBlockKeys % kWarpKeys == 0, "a warp's keys are in one block of the cache");
+static_assert(kWarps * kWarpKeys <= kRangeBlocks * kBlockKeys, "an item has the places of the warps' first keys");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and one mma has rows for 16 heads");
 
 using Chunk = Vector<uint32_t, 4>;  // 8 values of type X, the 16 bytes of one load
@@ -37,40 +38,37 @@ using Chunk = Vector<uint32_t, 4>;  // 8 values of type X, the 16 bytes of one l
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_mma(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                          const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* k,
-                         X* v, X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int heads, int kv_heads,
-                         int capacity, int64_t block_stride, float scale, float eps) {
+                         X* v, X* out, float* partials, uint32_t* counters, POSITIONS_PARAMETER int capacity,
+                         int64_t block_stride, float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   // Operand A of q k^T, in the order in which lanes read it: [k step][lane].
   __shared__ Chunk queries[2 * kKeyChunks][32];
   __shared__ alignas(16) X new_key[kHeadDim];
   __shared__ alignas(16) X new_value[kHeadDim];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  Items items(work, heads);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  Items items(work, warp * kWarpKeys / kBlockKeys);
   if (!items.any()) return;
   do {
-    const int split = items.split, head_block = items.head_block, row = items.row, item = items.index();
-    const int position = max(items.position, 0);
+    const int head_block = items.head_block, row = items.row, split = items.split, splits = items.splits;
+    const int item = items.index(), position = max(items.position, 0);
     const int keys = min(position + 1, capacity), cached = kAppended ? keys : min(position, capacity);
-    const int split_keys = range_size(keys);
-    const int splits = ceil_div(keys, split_keys);
-    const int key_begin = split * split_keys, key_end = min(keys, key_begin + split_keys);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int kv_head = head_block * kHeads / (heads / kv_heads);
-    const HeadCache cache(table, items.slot, kv_head, capacity, block_stride);
+    const int key_begin = split * items.split_keys, key_end = min(keys, key_begin + items.split_keys);
+    const HeadCache cache(table, items.slot, head_block / kGroupBlocks, capacity, block_stride);
 
     // Lanes whose keys lie past the last cached key of this split load the last key again. The repeated keys are masked
     // later, or replaced by the new key.
     const int last = min(cached, key_end) - 1;
     const X* const k_rows = k + cache.begin + 8 * t;
     const X* const v_rows = v + cache.begin + 8 * g;
-    Chunk k_chunks[2 * kKeySteps][kKeyChunks] = {}, v_chunks[kKeySteps][4][kValueChunks] = {};
+    Chunk k_chunks[2 * kKeySteps][kKeyChunks], v_chunks[kKeySteps][4][kValueChunks];
     auto k_key = [&](int j) { return 8 * j + g; };
     auto v_key = [&](int s, int i) { return 16 * s + i / 2 * 8 + 2 * t + i % 2; };
-    // The keys of a block of WARP_KEYS keys are in one block of the cache, whose offset is `block` (kv_cache.cuh).
+    // The keys of a block of WARP_KEYS keys, of which one is cached, are in the block of the cache at `block`.
     auto fetch_keys = [&](int base, int64_t block) {
 #pragma unroll
       for (int j = 0; j < 2 * kKeySteps; ++j) {
-        const X* source = k_rows + block + static_cast<int64_t>(min(base + k_key(j), last)) * kHeadDim;
+        const X* source = k_rows + block + (min(base + k_key(j), last) & (kBlockKeys - 1)) * kHeadDim;
 #pragma unroll
         for (int c = 0; c < kKeyChunks; ++c) ptx::ld_global_no_allocate(k_chunks[j][c].values, source + 32 * c);
       }
@@ -80,17 +78,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       for (int s = 0; s < kKeySteps; ++s) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const X* source = v_rows + block + static_cast<int64_t>(min(base + v_key(s, i), last)) * kHeadDim;
+          const X* source = v_rows + block + (min(base + v_key(s, i), last) & (kBlockKeys - 1)) * kHeadDim;
 #pragma unroll
           for (int p = 0; p < kValueChunks; ++p) ptx::ld_global_no_allocate(v_chunks[s][i][p].values, source + 64 * p);
         }
       }
     };
     int base = key_begin + warp * kWarpKeys;
-    if (split < splits && base < key_end && cached > 0) {
-      const int64_t block = cache.block_offset(min(base, last));
+    if (base <= last) {
+      const int64_t block = items.block_place * block_stride;
       fetch_keys(base, block);
       fetch_values(base, block);
+    } else {
+      for (auto& chunks : k_chunks)
+        for (auto& chunk : chunks) chunk = {};
+      for (auto& keys : v_chunks)
+        for (auto& chunks : keys)
+          for (auto& chunk : chunks) chunk = {};
     }
     if constexpr (DEPENDENT) {
       // Prefetch the second block of keys and values of each warp into L2 while the preceding kernel finishes.
@@ -103,25 +107,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         ptx::prefetch_global_l2(v + block_offset + i);
       }
     }
-    if (split >= splits) return;
     const int64_t factor_offset = static_cast<int64_t>(min(position, capacity - 1)) * kHalf;
     const TokenFactors token(cos + factor_offset, sin + factor_offset, q_norm, k_norm);
-    for (int i = threadIdx.x; i < 2 * kKeyChunks * 32; i += THREADS) queries[i / 32][i % 32] = {};
+#pragma unroll
+    for (int i = 0; i < 2 * kKeyChunks; i += kWarps) {
+      if (i + warp < 2 * kKeyChunks) queries[i + warp][lane] = {};
+    }
     __syncthreads();
     if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
 
     const bool appends = !kAppended && key_end > cached;
-    const int64_t append_offset = cache.offset(min(position, capacity - 1));
-    token.rotate_and_append(qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads,
-                            head_block, kv_head, eps, appends, items.position < 0, new_key, new_value,
-                            k + append_offset, v + append_offset, [&](int head, const Pairs& pairs) {
-                              pairs.for_each([&](int d, float value) {
-                                const int word = d % 8 / 2;
-                                auto& operand = queries[d / 32 * 2 + word / 2][head % 8 * 4 + d % 32 / 8];
-                                reinterpret_cast<X*>(&operand.values[word % 2 * 2 + head / 8])[d % 2] =
-                                    from_float<X>(value);
-                              });
-                            });
+    const int64_t append_offset = cache.offset(position, items.new_place);
+    token.rotate_and_append(
+        qkv + static_cast<int64_t>(row) * kQkvWidth, head_block, eps, appends, items.position < 0, new_key, new_value,
+        k + append_offset, v + append_offset, [&](int head, const Pairs& pairs) {
+          pairs.for_each([&](int d, float value) {
+            const int word = d % 8 / 2;
+            auto& operand = queries[d / 32 * 2 + word / 2][head % 8 * 4 + d % 32 / 8];
+            reinterpret_cast<X*>(&operand.values[word % 2 * 2 + head / 8])[d % 2] = from_float<X>(value);
+          });
+        });
     __syncthreads();
 
     float acc[kHeadTiles][kHeadDim / 16][4] = {};
@@ -135,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
     for (; base < key_end; base += kWarps * kWarpKeys) {
       const int next_base = base + kWarps * kWarpKeys;
-      const int64_t next_block = next_base < key_end ? cache.block_offset(min(next_base, last)) : 0;
+      const int64_t next_block = next_base <= last ? cache.blocks[next_base / kBlockKeys] * block_stride : 0;
       if constexpr (DEPENDENT && KEYS_AHEAD) {
         // Prefetch the block after the warp's next one into L2, so that its loads later take only the latency of L2.
         constexpr int kLine = 128 / sizeof(X);
@@ -179,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
           mma<X>(scores[j], query.values, words[i % 2 * 2], words[i % 2 * 2 + 1]);
         }
       }
-      if (next_base < key_end) fetch_keys(next_base, next_block);
+      if (next_base <= last) fetch_keys(next_base, next_block);
 
       // The score fragment maps (lane, 2 tile + e) to (head 8 tile + g, key 2t + e).
       uint32_t weights[kHeadTiles][2 * kKeySteps];
@@ -231,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
           }
         }
       }
-      if (next_base < key_end) fetch_values(next_base, next_block);
+      if (next_base <= last) fetch_values(next_base, next_block);
     }
 
 #pragma unroll
@@ -256,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       }
     }
     __syncthreads();
-    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block), partials,
-                 counters, item);
+    merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, head_block), partials, counters,
+                 item);
   } while (items.next());
 }

@@ -9,12 +9,14 @@
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
 //   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
 //   lengths, slots  not used
-//   k, v            the KV cache (kv_cache.cuh). work is {items, 0, 0, 0} and then {row, range, position, slot} of each
-//                   item; a padding row has position -1 and is not appended, nor is a token at a position >= capacity
+//   k, v            the KV cache (kv_cache.cuh). work is the list of key_ranges.cuh; a padding row has position -1 and
+//                   is not appended, nor is a token at a position >= capacity
 //   out             X [m, heads * HEAD_DIM]; with ORDER_OUT, column i of a row is stored at positions[i]
 //   positions       int32 [heads * HEAD_DIM], a permutation; with ORDER_OUT only
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
+//
+// HEADS query heads, which share a KV head, are a block of heads; there are HEAD_BLOCKS, GROUP_BLOCKS per KV head.
 //
 // Grid (CTAs, 1, 1): CTAs take turns at the items of the work list, which begin_step writes, so a captured launch can
 // be replayed for any lengths. An item is a range of keys of a row, a split, whose size (key_ranges.cuh) depends on the
@@ -34,6 +36,10 @@
 #include "ptx/atom.cuh"
 
 constexpr bool kAppended = APPENDED;
+constexpr int kHeadBlocks = HEAD_BLOCKS;
+constexpr int kGroupBlocks = GROUP_BLOCKS;
+constexpr int kKvHeads = kHeadBlocks / kGroupBlocks;
+constexpr int kQkvWidth = (kHeadBlocks * kHeads + 2 * kKvHeads) * HEAD_DIM;  // number of values per row of qkv
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
 // The number of splits that a thread merges at a time: with more, kernels for sm_75 would spill registers.
@@ -45,10 +51,10 @@ static_assert(kMaxSplits % kFetchedSplits == 0, "the last splits that a thread m
 
 // The items of work of a CTA, one after the other: a range of the keys of a row, for one block of query heads.
 struct Items {
-  __device__ __forceinline__ Items(const int4* work, int heads) : work(work + 1), head_blocks(heads / kHeads) {
-    i = blockIdx.x;
-    next_item = this->work[i / head_blocks];  // with the number of items: the list has room for one per CTA
-    count = work->x * head_blocks;
+  // `block` < kRangeBlocks is the block of each range whose entry of the block table the thread needs.
+  __device__ __forceinline__ Items(const int4* work, int block) : work(work + kItemWords), block(block), i(blockIdx.x) {
+    load(i);  // with the number of items: the list has room for one per CTA
+    count = work->x * kHeadBlocks;
     take();
   }
 
@@ -65,21 +71,32 @@ struct Items {
   }
 
   // Returns the index of the row and its block of heads in `partials` and `counters`.
-  __device__ __forceinline__ int index() const { return row * head_blocks + head_block; }
+  __device__ __forceinline__ int index() const { return row * kHeadBlocks + head_block; }
 
-  int row, head_block, split, position, slot;
+  int row, head_block, split, splits, split_keys, position, slot;
+  int block_place, new_place;  // the entries of the block table for the thread's block, and for the position
 
  private:
   // Takes the item that has been loaded, and loads the one after it while this one is computed.
   __device__ __forceinline__ void take() {
-    row = next_item.x, split = next_item.y, position = next_item.z, slot = next_item.w;
-    head_block = i % head_blocks;
-    if (i + gridDim.x < count) next_item = work[(i + gridDim.x) / head_blocks];
+    row = next_item.x, position = next_item.z, slot = next_item.w;
+    block_place = next_block_place, new_place = next_new_place;
+    split = next_item.y & 0xff, splits = next_item.y >> 8 & 0xff, split_keys = (next_item.y >> 16) * kBlockKeys;
+    head_block = i % kHeadBlocks;
+    if (i + gridDim.x < count) load(i + gridDim.x);
+  }
+  __device__ __forceinline__ void load(uint32_t i) {
+    const int4* item = work + i / kHeadBlocks * kItemWords;
+    next_item = item[0];
+    next_new_place = item[1].x;
+    next_block_place = reinterpret_cast<const int32_t*>(item + 2)[block];
   }
 
   const int4* work;
-  int head_blocks, count, i;
+  int block;
+  uint32_t i, count;
   int4 next_item;
+  int next_block_place, next_new_place;
 };
 
 // What a lane needs to rotate and normalize the new token: RoPE factors and RMSNorm weights, loaded before the PDL
@@ -98,13 +115,13 @@ struct TokenFactors {
   // Applies RMSNorm and RoPE to the query heads of this CTA, each warp to one head at a time, and passes the results to
   // take(head, pairs). If `appends`, also writes the new key and value to shared memory (new_key, new_value) and,
   // unless the row `is_padding`, to the cache.
-  template <class Take> __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads,
-                                                                          int head_block, int kv_head, float eps,
+  template <class Take> __device__ __forceinline__ void rotate_and_append(const X* qkv, int head_block, float eps,
                                                                           bool appends, bool is_padding, X* new_key,
                                                                           X* new_value, X* k, X* v, Take take) const {
     for (int unit = threadIdx.x / 32; unit < kHeads + (appends ? 2 : 0); unit += kWarps) {
       const bool is_q = unit < kHeads, is_v = unit == kHeads + 1;
-      const X* in = qkv + (is_q ? head_block * kHeads + unit : heads + (is_v ? kv_heads : 0) + kv_head) * kHeadDim;
+      const int kv_row = kHeadBlocks * kHeads + (is_v ? kKvHeads : 0) + head_block / kGroupBlocks;
+      const X* in = qkv + (is_q ? head_block * kHeads + unit : kv_row) * kHeadDim;
       Pairs pairs = Pairs::load(in, in + kHalf);
       if (is_q) {
         pairs.norm_and_rotate(q_weight, rotation, eps);
@@ -134,8 +151,8 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 
 // Where the heads of a CTA lie in a row of `out`.
 struct Output {
-  __device__ __forceinline__ Output(X* out, const int32_t* positions, int row, int heads, int head_block)
-      : begin(out + (static_cast<int64_t>(row) * heads + (ORDER_OUT ? 0 : head_block * kHeads)) * kHeadDim),
+  __device__ __forceinline__ Output(X* out, const int32_t* positions, int row, int head_block)
+      : begin(out + (static_cast<int64_t>(row) * kHeadBlocks + (ORDER_OUT ? 0 : head_block)) * kHeads * kHeadDim),
         positions(positions + head_block * kHeads * kHeadDim) {}
 
   // Stores two adjacent values, columns i and i + 1 of this CTA's heads, to `out`.

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranges of keys that decode attention on a paged KV cache computes separately and then merges.
+// The work list of decode attention, which begin_step writes: the ranges of keys that are computed separately and then
+// merged. The list begins with the number of items, in place of an item. An item is int4 [kItemWords]:
+//
+//   [0]     row, range | ranges of the row << 8 | blocks of keys per range << 16, position, slot
+//   [1]     the entry of the block table for the position, and nothing else
+//   [2, 3]  the entries for the first kRangeBlocks blocks of the range
+//
+// So a CTA finds its keys without divisions, and without reading the table after the item.
 #pragma once
 
 #include "common/types.cuh"
 
-// Returns the number of keys per range of a row that attends to `keys` keys, a multiple of a block of the cache. A row
-// has about SPLITS equal ranges of at least MIN_SPLIT_KEYS keys, more if they would have more than RANGE_KEYS keys, and
-// at most MAX_SPLITS.
-__device__ __forceinline__ int range_size(int keys) {
-  constexpr int kBlock = 32;
-  if (keys <= UNSPLIT_KEYS) return UNSPLIT_KEYS;
-  const int ranges = min(max(SPLITS, ceil_div(keys, RANGE_KEYS)), MAX_SPLITS);
-  return max(ceil_div(ceil_div(keys, ranges), kBlock) * kBlock, MIN_SPLIT_KEYS);
-}
+constexpr int kRangeBlocks = 8;                   // number of blocks whose entries of the table are in an item
+constexpr int kItemWords = 2 + kRangeBlocks / 4;  // number of int4 of an item

@@ -17,6 +17,11 @@ struct HeadCache {
         block_stride(block_stride),
         begin(static_cast<int64_t>(kv_head) * kBlockKeys * HEAD_DIM) {}
 
+  // Returns where a key lies in k, and its value in v, whose entry in the table is `place`.
+  __device__ __forceinline__ int64_t offset(int key, int place) const {
+    return begin + place * block_stride + key % kBlockKeys * HEAD_DIM;
+  }
+
   // Returns where a key lies in k, and its value in v: at begin + block_offset(key) + key * HEAD_DIM.
   __device__ __forceinline__ int64_t offset(int key) const {
     return begin + block_offset(key) + static_cast<int64_t>(key) * HEAD_DIM;

@@ -17,6 +17,8 @@ ROW_FIELDS = 5
 """The number of integers that the host passes for each row."""
 MAX_ROWS = 1024
 """The largest number of rows of a step: the kernel has one CTA, with a thread per row."""
+ITEM_WORDS = 4
+"""The number of entries (int4) of an item in the work list of decode attention (``key_ranges.cuh``)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class StepPreparation(MemoryBoundProblem):
 
 def work_items(m: int, splits: int) -> int:
     """Return the number of entries (int4) of the work list, from which attention takes its work, for m rows."""
-    return 1 + m * MAX_SPLITS if splits else m
+    return ITEM_WORDS * (1 + m * MAX_SPLITS) if splits else m
 
 
 def plan(config: SoleConfig, problem: StepPreparation, device: Device) -> LaunchPlan:
@@ -55,7 +57,7 @@ def plan(config: SoleConfig, problem: StepPreparation, device: Device) -> Launch
         raise ValueError(f"rows: expected at most {MAX_ROWS}, got {problem.m}")
     defines = {"RANGES": int(problem.splits > 0), **range_constants(problem.splits or 1)}
     buffers = ("rows", "newest", "table", "tokens", "lengths", "slots", "work")
-    threads = 32 * ceil_div(problem.m, 32)
+    threads = min(32 * problem.m, MAX_ROWS) if problem.splits else 32 * ceil_div(problem.m, 32)
     plan = plan_launch(device, NAME, defines, (1, 1, 1), threads, (*buffers, *int32s(problem.m, problem.width)))
     return replace(plan, dependent=False)
 

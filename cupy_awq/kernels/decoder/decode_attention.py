@@ -84,7 +84,7 @@ class DecodeAttention(KernelProblem):
         """Return the compile-time constants (name, value) of both kernels."""
         constants: dict[str, int | str] = {"X": TYPES[self.dtype], "HEAD_DIM": self.head_dim}
         options = {"QK_NORM": int(self.norm), "ORDER_OUT": int(self.orders_out), "APPENDED": int(self.appended)}
-        return {**constants, **options, **range_constants(self.splits)}
+        return {**constants, **options, "MAX_SPLITS": MAX_SPLITS}
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments of both kernels: qkv, q_norm, k_norm, cos, sin, the cache, out, the workspace and sizes.
@@ -95,7 +95,7 @@ class DecodeAttention(KernelProblem):
         cache = (*CACHE_BUFFERS, "k", "v")
         buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", *cache, "out", "partials", "counters")
         order = ("positions",) if self.orders_out else ()
-        sizes = (*int32s(self.heads, self.kv_heads, self.capacity), np.int64(self.block_stride))
+        sizes = (*int32s(self.capacity), np.int64(self.block_stride))
         return (*buffers, *order, *sizes, np.float32(self.head_dim**-0.5), np.float32(self.eps))
 
 
@@ -144,7 +144,10 @@ def _estimate_us(problem: DecodeAttention, device: Device) -> float:
 def _plan(
     name: str, config: DecodeAttentionConfig, problem: DecodeAttention, device: Device, defines: dict[str, int | str]
 ) -> LaunchPlan:
-    plan = plan_launch(device, name, defines, (config.ctas, 1, 1), config.threads, problem.arguments())
+    group = problem.heads // problem.kv_heads
+    blocks = {"HEAD_BLOCKS": problem.heads // config.cta_heads, "GROUP_BLOCKS": group // config.cta_heads}
+    grid = config.ctas, 1, 1
+    plan = plan_launch(device, name, {**defines, **blocks}, grid, config.threads, problem.arguments())
     # The kernel reads the cache before the PDL wait, so it must start after the kernel that has appended to the cache.
     return replace(plan, dependent=plan.dependent and not problem.appended)
 
@@ -153,10 +156,11 @@ class DecodeAttentionMma(Family[DecodeAttention, DecodeAttentionConfig]):
     """The kernel family ``decode_attention_mma``: attention of a decode step on tensor cores."""
 
     NAME = "decode_attention_mma"
-    needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC
+    needs = (Capability.MMA_M16N8K8,)
 
     def refusal(self, problem: DecodeAttention, device: Device) -> str | None:
-        reason = device.refusal(self.needs)
+        needs = (*self.needs, Capability.BFLOAT16) if problem.dtype == "bfloat16" else self.needs
+        reason = device.refusal(needs)
         if reason is None and (problem.head_dim % 64 or problem.head_dim > 256):
             return f"needs a head dimension that is a multiple of 64 up to 256, not {problem.head_dim}"
         return reason
