@@ -32,6 +32,7 @@
 #include "decoder/kv_cache.cuh"
 #include "decoder/softmax_merge.cuh"
 #include "decoder/rope.cuh"
+#include "common/kept.cuh"
 #include "common/positions.cuh"
 #include "ptx/atom.cuh"
 
@@ -54,7 +55,7 @@ struct Items {
   // `block` < kRangeBlocks is the block of each range whose entry of the block table the thread needs.
   __device__ __forceinline__ Items(const int4* work, int block) : work(work + kItemWords), block(block), i(blockIdx.x) {
     load(i);  // with the number of items: the list has room for one per CTA
-    count = work->x * kHeadBlocks;
+    count = load_kept(&work->x) * kHeadBlocks;
     take();
   }
 
@@ -87,9 +88,9 @@ struct Items {
   }
   __device__ __forceinline__ void load(uint32_t i) {
     const int4* item = work + i / kHeadBlocks * kItemWords;
-    next_item = item[0];
-    next_new_place = item[1].x;
-    next_block_place = reinterpret_cast<const int32_t*>(item + 2)[block];
+    next_item = load_kept(item);
+    next_new_place = load_kept(&item[1].x);
+    next_block_place = load_kept(reinterpret_cast<const int32_t*>(item + 2) + block);
   }
 
   const int4* work;
