@@ -21,6 +21,9 @@ PROMPT = functools.partial(
 LONG = functools.partial(
     tests.test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence, "latest", 90, "float16", 4, 1, 128, 70, True
 )
+TURING = functools.partial(
+    tests.test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence, "latest", 75, "float16", 4, 1, 128, 70, True
+)
 DECODE = functools.partial(
     tests.test_decode_attention_covers_the_cache_and_the_new_token, "latest", 90, "float16", 4, 2, 64, False
 )
@@ -79,7 +82,7 @@ SEEDS: dict[str, Seed] = {
         ("in flight", "in flight"),
     ),
     "a stage is filled while other warps read it": (
-        PROMPT, ATTENTION, "    __syncthreads();  // The block has landed", "    // The block has landed", RACE,
+        PROMPT, ATTENTION, "wait_for_group();  // The block has landed", "// The block has landed", RACE,
     ),
     "keys after the query are not masked": (
         PROMPT, ATTENTION, "if (first_key + kBlockKeys - 1 > position)", "if (first_key > position)", VALUES,
@@ -88,9 +91,20 @@ SEEDS: dict[str, Seed] = {
         LONG, ATTENTION, "first_key > position + 15", "first_key > position", VALUES,
     ),
     "both heads have the queries of the first": (
-        PROMPT, ATTENTION, "queries[h][step], b[2]", "queries[0][step], b[2]", VALUES,
+        PROMPT, ATTENTION, "queries[h][i], b[2]", "queries[0][i], b[2]", VALUES,
     ),
     "values past the last key are not zero": (PROMPT, ATTENTION, "first < valid ? 16 : 0", "16", VALUES),
+    "both groups have the same keys": (TURING, ATTENTION, "kGroups * step + group_now()", "kGroups * step", VALUES),
+    "the results of a group are passed while others read its stages": (
+        TURING, ATTENTION, "  __syncthreads();  // no stage is read", "  // no stage is read", RACE,
+    ),
+    "the other group's sum is missing": (TURING, ATTENTION, "+ other * passed_at", "+ 0.0f * passed_at", VALUES),
+    "a stage is stored while other warps read it": (
+        TURING, ATTENTION, "if (step > 0) wait_for_group();", "", RACE,
+    ),
+    "keys are copied from the registers of the block before": (
+        TURING, ATTENTION, "      fetch(step + 1);\n", "", VALUES,
+    ),
     "the sum is not rescaled": (LONG, ATTENTION, "        row_sum[h][i] *= rescale;\n", "", VALUES),
     "the key that rope_cache has appended is left out": (
         DECODE, "decoder/decode_attention_mma.cu", "kAppended ? keys : min(position, capacity)",

@@ -351,11 +351,12 @@ def test_a_lowered_path_has_the_capabilities_of_its_architecture() -> None:
 def test_explain_covers_the_kernels_of_a_decoder() -> None:
     """`explain` lists both attention kernels on a GPU with tensor cores, and chooses the one that uses them."""
     problem = Attention(64, 32, 8, 128, 2048, 32 * 1024, "float16", 1e-6, False, 1)
-    for arch, kernel in ((90, "attention_mma"), (75, "attention")):
+    for arch, kernel in ((90, "attention_mma"), (75, "attention_mma"), (70, "attention")):
         text = select.explain(problem, device.nominal(arch))
         assert _chosen(text) == kernel
         assert len(re.findall(r"^(?:->|  ) attention(?:_mma)? ", text, re.MULTILINE)) == 2
-    assert "needs sm_80 or newer, not sm_75" in text
+    assert "needs sm_75 or newer, not sm_70" in text
+    assert "needs sm_80 or newer, not sm_75" in select.explain(replace(problem, dtype="bfloat16"), device.nominal(75))
     candidate = select.candidates(problem, H100)["attention"][0]
     names = [plan_attention(H100, *astuple(problem)).kernel.entry]
     with select.forced(candidate):

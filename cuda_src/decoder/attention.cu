@@ -24,7 +24,7 @@ constexpr int kUnroll = UNROLL;
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const X* qkv, const float* q_norm, const float* cos, const float* sin, const X* k, const X* v,
               const int32_t* lengths, const int32_t* slots, const int4* work, const int32_t* table, X* out, int heads,
-              int kv_heads, int capacity, int64_t block_stride, float scale, float eps) {
+              int kv_heads, int capacity, int64_t block_stride, float scale_log2, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ alignas(16) X queries[kHeads][kHeadDim];
   launch_dependents_and_wait();
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (has_dims) load<true>(values, &queries[head][d_begin]);
 #pragma unroll
     // The factor log2(e) lets exp2 replace exp in the softmax.
-    for (int i = 0; i < 8; ++i) query[head][i] = to_float(values.values[i]) * scale * 1.4426950408889634f;
+    for (int i = 0; i < 8; ++i) query[head][i] = to_float(values.values[i]) * scale_log2;
   }
   OnlineSoftmax softmax;
   for (int base = 0; base < keys; base += kGroups * kUnroll) {

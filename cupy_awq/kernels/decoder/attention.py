@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,8 @@ KEY_BLOCK = 32
 """The number of keys per pipeline stage of ``attention_mma``, those of a block of the cache."""
 STAGES, CTAS_PER_SM = 3, 2
 """The number of pipeline stages of ``attention_mma``, and the number of its CTAs per SM."""
+GROUP_THREADS = 128
+"""The number of threads that compute a tile; without cp.async, a CTA of ``attention_mma`` has two such groups."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,11 @@ class Attention(MemoryBoundProblem):
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments of both kernels: qkv, q_norm, cos, sin, k, v, `CACHE_BUFFERS`, out and sizes."""
         sizes = int32s(self.heads, self.kv_heads, self.capacity)
-        scalars = (*sizes, np.int64(self.block_stride), *map(np.float32, (self.head_dim**-0.5, self.eps)))
+        scalars = (
+            *sizes,
+            np.int64(self.block_stride),
+            *map(np.float32, (self.head_dim**-0.5 * math.log2(math.e), self.eps)),
+        )
         return ("qkv", "q_norm", "cos", "sin", "k", "v", *CACHE_BUFFERS, "out", *scalars)
 
 
@@ -90,10 +97,11 @@ class AttentionMma(SoleConfigFamily[Attention]):
     """The kernel family ``attention_mma``: prefill attention on tensor cores."""
 
     NAME = "attention_mma"
-    needs = Capability.MMA_M16N8K16, Capability.CP_ASYNC, Capability.LDMATRIX
+    needs = Capability.MMA_M16N8K8, Capability.LDMATRIX
 
     def refusal(self, problem: Attention, device: Device) -> str | None:
-        reason = device.refusal(self.needs)
+        needs = (*self.needs, Capability.BFLOAT16) if problem.dtype == "bfloat16" else self.needs
+        reason = device.refusal(needs)
         if reason is None and (problem.head_dim % 16 or problem.head_dim > 128):
             return f"needs a head dimension that is a multiple of 16 up to 128, not {problem.head_dim}"
         return reason
@@ -101,16 +109,19 @@ class AttentionMma(SoleConfigFamily[Attention]):
     def plan(self, config: SoleConfig, problem: Attention, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Attention.arguments`."""
         # Two heads per CTA halve the reads of shared memory, but up to one wave of CTAs, the longest sets the time: on
-        # an H100, 512 and 1,024 tokens of 32 heads take 24 and 52 us with one head, 29 and 59 us with two. With other
-        # head dimensions, registers of two heads would spill.
+        # an H100, 512 and 1,024 tokens of 32 heads take 24 and 52 us with one head, 29 and 59 us with two. Without
+        # cp.async, and with other head dimensions, registers of two heads would spill.
+        is_async = device.has(Capability.CP_ASYNC)
         two_heads = problem.head_dim % 32 == 0 and problem.heads // 2 * problem.tiles > CTAS_PER_SM * device.sm_count
-        cta_heads = count_cta_heads(problem.heads // problem.kv_heads, 1 + two_heads)
+        cta_heads = count_cta_heads(problem.heads // problem.kv_heads, 1 + (is_async and two_heads))
+        stages, groups, ctas_per_sm = (STAGES, 1, CTAS_PER_SM) if is_async else (1, CTAS_PER_SM, 1)
         tensors, padded_row_bytes = 2, 2 * (problem.head_dim + 8)  # the two tensors are k and v
-        shared_bytes = STAGES * tensors * KEY_BLOCK * padded_row_bytes
-        defines = {**problem.defines(), "HEADS": cta_heads, "STAGES": STAGES, "CTAS_PER_SM": CTAS_PER_SM}
+        shared_bytes = groups * stages * tensors * KEY_BLOCK * padded_row_bytes
+        defines = {**problem.defines(), "HEADS": cta_heads, "STAGES": stages, "CTAS_PER_SM": ctas_per_sm}
+        defines |= {"ASYNC": int(is_async)}
         grid = (problem.heads // cta_heads, problem.tiles, 1)
-        arguments = problem.arguments()
-        return plan_launch(device, self.NAME, defines, grid, 128, arguments, shared_bytes=shared_bytes)
+        arguments, threads = problem.arguments(), groups * GROUP_THREADS
+        return plan_launch(device, self.NAME, defines, grid, threads, arguments, shared_bytes=shared_bytes)
 
 
 class AttentionSimt(SoleConfigFamily[Attention]):
