@@ -44,7 +44,7 @@ class ExpertGemmCosts(NamedTuple):
         instruction: cycles of another instruction of one scheduler.
         stall: cycles from the first to the last instruction of a warp's k tile, relative to those in which one is
             issued.
-        load: latency of a load of weights under load, in latencies of device memory.
+        load: time of a k tile of a warp whose weights arrive late, in latencies of device memory.
         tile: cycles of an SM to sum and store a tile.
         drain: time of a CTA to finish a tile before it starts the next, in latencies of device memory.
         fill: time until the first weights arrive, if they are not read ahead, in latencies of device memory.
@@ -56,7 +56,7 @@ class ExpertGemmCosts(NamedTuple):
     mma: float = 2.11
     instruction: float = 0.98
     stall: float = 4.07
-    load: float = 3.12
+    load: float = 1.04
     tile: float = 335.0
     drain: float = 0.25
     fill: float = 4.55
@@ -136,12 +136,16 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
 
 
 class Warps(NamedTuple):
-    """The fields of `ExpertGemmConfig` that arrange a CTA's warps; ``ctas_per_sm`` is the largest number to try."""
+    """The fields of `ExpertGemmConfig` that arrange a CTA's warps.
+
+    ``ctas_per_sm`` is the largest number to try, and a ``depth`` of 0 stands for as many k tiles as registers hold.
+    """
 
     column_tiles: int
     warps_n: int
     warps_k: int
     ctas_per_sm: int
+    depth: int = 0
 
 
 LAYOUTS = {
@@ -159,6 +163,16 @@ LAYOUTS = {
 """The arrangements of a CTA's warps to try, by the number of rows per unit."""
 SPILLING = {8: ((2, 4), (2, 2)), 16: ((4, 1),)}
 """The (warps_n, warps_k) by rows per unit with which registers spill if a weight tile has two groups."""
+SHALLOW = {
+    "packed": (
+        Warps(2, 1, 8, 3, 1), Warps(2, 2, 4, 3, 1), Warps(2, 4, 2, 3, 1), Warps(2, 1, 4, 6, 1), Warps(2, 1, 16, 1, 1),
+    ),
+    "symmetric": (Warps(2, 1, 8, 3, 1), Warps(2, 1, 4, 6, 1)),
+}  # fmt: skip
+"""Further arrangements for gated pairs, by the zero points: more resident warps in place of more k tiles in registers.
+
+The others spill registers.
+"""
 MANY_SLICES = Warps(2, 1, 16, 1), Warps(1, 1, 16, 1)
 """Further arrangements for the sum over the slots of a token, along which K is long and there are few CTA tiles."""
 
@@ -174,12 +188,14 @@ def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmConfi
         ):
             continue
         has_many_slices = problem.rows == "tokens" and problem.fragments.groups <= 2
-        for layout in LAYOUTS[block] + MANY_SLICES * has_many_slices:
+        is_shallow = problem.rows == "pairs" and problem.gated and problem.fragments.groups == 1
+        shallow = SHALLOW.get(problem.zeros, ()) if is_shallow else ()
+        for layout in LAYOUTS[block] + MANY_SLICES * has_many_slices + shallow:
             if problem.gated and layout.column_tiles * layout.warps_n % 2:
                 continue
             if problem.fragments.groups == 2 and (layout.warps_n, layout.warps_k) in SPILLING[block]:
                 continue
-            depth = _depth(problem, block, layout.column_tiles)
+            depth = layout.depth or _depth(problem, block, layout.column_tiles)
             shape = ExpertGemmConfig(block, layout.column_tiles, layout.warps_n, layout.warps_k, depth=depth)
             # The scales of small groups also take registers, so fewer CTAs share those of an SM.
             ctas = layout.ctas_per_sm if problem.fragments.groups <= 2 else max(1, layout.ctas_per_sm // 2)
@@ -294,7 +310,7 @@ def estimate_us(config: ExpertGemmConfig, problem: ExpertProduct, device: Device
     # The busiest SM has more CTAs than the mean one, but the others finish meanwhile.
     per_sm = (max(1.0, ctas / device.sm_count) + math.ceil(ctas / device.sm_count)) / 2
     rounds = math.ceil(tiles / ctas - 1e-9)
-    load_us = COSTS.load * rates.latency_us / config.depth
+    load_us = COSTS.load * rates.latency_us
     drain_us = COSTS.drain * rates.latency_us / min(config.ctas_per_sm, per_sm)
     latency_us = rounds * (iterations * max(cycles * COSTS.stall / rates.clock_mhz, load_us) + drain_us)
     warps = config.warps_n * config.warps_k
