@@ -170,7 +170,7 @@ def test_clamped_swiglu_of_large_values(backend: str, family: AnyFamily) -> None
 @pytest.mark.parametrize("from_offsets", [False, True])
 @pytest.mark.parametrize(
     ("arch", "pairs", "experts", "block"),
-    [(60, 1, 1, 8), (75, 700, 40, 16), (80, 5, 300, 64), (90, 90, 3, 1), (90, 2100, 40, 16)],
+    [(60, 1, 1, 8), (75, 700, 40, 16), (80, 5, 300, 64), (90, 90, 3, 1), (90, 2100, 40, 16), (80, 4200, 40, 16)],
 )
 def test_sort(backend: str, from_offsets: bool, arch: int, pairs: int, experts: int, block: int) -> None:
     rng, here = np.random.default_rng(pairs), facts(arch, backend)

@@ -42,6 +42,8 @@ SORTED = (
 
 Units (blocks of up to 16 rows of one expert) have only a few rows.
 """
+SORTS = {"sort": (700, 90), "large sort": (SHARED_PAIRS, 90), "long sort": (4200, 80)}
+"""The number of pairs of a sort, and the architecture: with one CTA, a cluster, and more pairs than registers hold."""
 LAST = ExpertProduct("sorted", 9, 3, 96, 704, 704, block=16, **GATED), replace(SORTED[1], warps_k=2)
 """A launch whose K ends within a weight tile (128 k); behind the end of K, the tile's scales are not zero."""
 LARGE = (
@@ -182,10 +184,16 @@ SEEDS: dict[str, Seed] = {
         "large sort", SORT, "if (other == rank)", "if (other == rank / 2)", RACE,
     ),
     "a lane reads a place before that of the preceding pairs is known": (
-        "sort", SORT, "+ __popc(same);\n      __syncwarp();", "+ __popc(same);", RACE,
+        "sort", SORT, "+ __popc(same);\n        __syncwarp();", "+ __popc(same);", RACE,
     ),
     "the places of warps are added before all pairs are counted": (
         "sort", SORT, "place_pairs(false);\n    __syncthreads();", "place_pairs(false);", RACE,
+    ),
+    "the places of the warps before are left out": (
+        "sort", SORT, "places[warp][kept_experts[i]] + kept_places[i]", "kept_places[i]", RACE,
+    ),
+    "pairs beyond those in registers are left out": (
+        "long sort", SORT, "parts) * 32 * kKept)", "parts) * 32 * kKept * 2)", VALUES,
     ),
     "the sums of warps are read before all of them are known": (
         "sort", SORT, "warp_sums[warp] = sum;\n  __syncthreads();", "warp_sums[warp] = sum;", RACE,
@@ -215,9 +223,9 @@ SEEDS: dict[str, Seed] = {
 
 def outcome(case: Case | str, landing: str) -> str:
     """Return the check that fails in a launch, or "nothing"."""
-    if case in ("sort", "large sort"):
-        pairs = 700 if case == "sort" else SHARED_PAIRS
-        return caught_by(lambda: test_sort(landing, from_offsets=False, arch=90, pairs=pairs, experts=40, block=16))
+    if case in SORTS:
+        pairs, arch = SORTS[case]
+        return caught_by(lambda: test_sort(landing, from_offsets=False, arch=arch, pairs=pairs, experts=40, block=16))
     if case in ("norm", "cluster norm"):
         arch = 80 if case == "norm" else 90
         route = functools.partial(test_norm_and_router_in_one_launch, landing, arch, "float16", 44, 2304)

@@ -26,6 +26,7 @@ static_assert(kCluster == 1 || !kFromOffsets, "rows in the order of their expert
 constexpr int kWarps = kThreads / 32;
 constexpr int kOwned = ceil_div(kExperts, kThreads);  // number of adjacent experts per thread of the scan
 constexpr int kFillers = 8;                           // number of threads that fill the blocks of an expert
+constexpr int kKept = 4;  // number of a lane's pairs that are loaded at a time, and whose places stay in registers
 
 // Returns the lanes with the same expert.
 __device__ __forceinline__ uint32_t same_expert(int expert) {
@@ -45,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ int own_counts[kExperts];  // those of this CTA's part of the pairs
   __shared__ int starts[kExperts + 1];
   __shared__ int places[kWarps][kExperts];  // the number of pairs of an expert before the next one of each warp
+  __shared__ int cta_places[kExperts];      // the number of pairs of an expert in the CTAs before this one
   __shared__ int64_t warp_sums[32];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
@@ -54,24 +56,37 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int parts = kCluster * kWarps;
   const int begin_pair = slice_begin<int64_t>(pairs, rank * kWarps + warp, parts);
   const int end_pair = slice_begin<int64_t>(pairs, rank * kWarps + warp + 1, parts);
+  int kept_experts[kKept], kept_places[kKept];  // of the last pairs that place_pairs has placed
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) kept_experts[i] = -1;
+  const auto store_pair = [&](int expert, int place, int pair) {
+    sorted_pairs[starts[expert] + cta_places[expert] + place] = pair;
+  };
   // Advances the places by the warp's pairs and, with `stores`, stores the pairs there.
   const auto place_pairs = [&](bool stores) {
-    for (int first = begin_pair; first < end_pair; first += 32) {
-      const int pair = first + lane;
-      const int expert = pair < end_pair ? ids[pair] : -1;
-      const uint32_t same = same_expert(expert);
-      const bool is_expert = static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts);
-      const int place = is_expert ? places[warp][expert] : 0;
-      if (stores && is_expert) sorted_pairs[starts[expert] + place + __popc(same & ((1u << lane) - 1))] = pair;
-      __syncwarp();
-      if (is_expert && same >> lane == 1) places[warp][expert] = place + __popc(same);
-      __syncwarp();
+    for (int first = begin_pair + lane; first - lane < end_pair; first += 32 * kKept) {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) kept_experts[i] = first + i * 32 < end_pair ? ids[first + i * 32] : -1;
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        const int expert = kept_experts[i];
+        const uint32_t same = same_expert(expert);
+        const bool is_expert = static_cast<unsigned>(expert) < static_cast<unsigned>(kExperts);
+        const int place = is_expert ? places[warp][expert] : 0;
+        kept_places[i] = place + __popc(same & ((1u << lane) - 1));
+        if (!is_expert) kept_experts[i] = -1;
+        if (stores && is_expert) store_pair(expert, kept_places[i], first + i * 32);
+        __syncwarp();
+        if (is_expert && same >> lane == 1) places[warp][expert] = place + __popc(same);
+        __syncwarp();
+      }
     }
   };
   auto first_pair = [&](int expert) { return min(max(ids[expert], 0), pairs); };
   for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
     if constexpr (kFromOffsets) own_counts[expert] = max(first_pair(expert + 1) - first_pair(expert), 0);
-#pragma unroll 1
+    cta_places[expert] = 0;
+#pragma unroll 8
     for (int of_warp = 0; of_warp < kWarps; ++of_warp) places[of_warp][expert] = 0;
   }
   __syncthreads();
@@ -80,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     for (int expert = threadIdx.x; expert < kExperts; expert += kThreads) {
       int count = 0;
-#pragma unroll 1
+#pragma unroll 8
       for (int of_warp = 0; of_warp < kWarps; ++of_warp) {
         const int of_part = places[of_warp][expert];
         places[of_warp][expert] = count;
@@ -94,14 +109,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     int count = own_counts[expert];
     if constexpr (kCluster > 1) {
       const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own_counts + expert));
-      int before = count = 0;
+      count = 0;
 #pragma unroll
       for (int other = 0; other < kCluster; ++other) {
-        if (other == rank) before = count;
+        if (other == rank) cta_places[expert] = count;
         count += ptx::ld_shared_cluster(ptx::mapa(address, other));
       }
-#pragma unroll 1
-      for (int of_warp = 0; of_warp < kWarps; ++of_warp) places[of_warp][expert] += before;
     }
     counts[expert] = count;
   }
@@ -145,6 +158,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  if constexpr (!kFromOffsets) place_pairs(true);
+  if constexpr (!kFromOffsets) {
+    if (pairs <= static_cast<int64_t>(parts) * 32 * kKept) {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        if (kept_experts[i] < 0) continue;
+        store_pair(kept_experts[i], places[warp][kept_experts[i]] + kept_places[i], begin_pair + i * 32 + lane);
+      }
+    } else {
+      place_pairs(true);
+    }
+  }
   cluster_sync_before_exit<kCluster>();
 }

@@ -232,7 +232,7 @@ class SortTokens(SoleConfigFamily[TokenSort]):
         shares = problem.pairs >= SHARED_PAIRS and device.has(Capability.CLUSTERS) and not problem.from_offsets
         cluster = CLUSTER_CTAS if shares else 1
         # A warp has counts of its own; the shared memory of a CTA is that of 12,288 counts.
-        warps = min(16 if problem.pairs <= 2048 * cluster else 32, (12000 // problem.experts) - 3)
+        warps = min(16 if problem.pairs <= 2048 * cluster else 32, (12000 // problem.experts) - 4)
         threads = 32 << (warps.bit_length() - 1)
         defines: dict[str, int | str] = {"EXPERTS": problem.experts, "FROM_OFFSETS": int(problem.from_offsets)}
         defines["CLUSTER"] = cluster
