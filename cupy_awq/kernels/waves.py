@@ -36,10 +36,17 @@ class CtaWork(NamedTuple):
     end_us: float = 0.0
 
 
-def waves_us(ctas: int, ctas_per_sm: int, work: CtaWork, device: Device) -> float:
+def waves_us(
+    ctas: int, ctas_per_sm: int, work: CtaWork, device: Device, readers: int | None = None, step: int | None = None
+) -> float:
     """Return the time in microseconds of ``ctas`` CTAs, of which an SM holds ``ctas_per_sm`` at a time.
 
     Within a wave, the times of the busiest SM, of L2 and of device memory overlap.
+
+    Of the CTAs, ``readers`` (by default all) have different weights; the others are further rows of the same tiles of
+    the weight, and M adds ``step`` CTAs at a time (by default ``readers``). If M grows, each wave reads less of the
+    weight, until the next wave begins with few CTAs. The time is therefore at least that of the fewest CTAs that take
+    as many waves, and of the most that take one less, so that it never falls.
     """
     rates, resident = device.rates, ctas_per_sm * device.sm_count
 
@@ -52,7 +59,15 @@ def waves_us(ctas: int, ctas_per_sm: int, work: CtaWork, device: Device) -> floa
 
     full = ceil_div(ctas, resident) - 1
     ends = full / ctas_per_sm + 1
-    return (full * wave_us(resident) if full else 0.0) + wave_us(ctas - full * resident) + ends * work.end_us
+    us = (full * wave_us(resident) if full else 0.0) + wave_us(ctas - full * resident) + ends * work.end_us
+    readers = readers or ctas
+    step = step or readers
+    fewest = (full * resident // step + 1) * step
+    for fewer in (fewest - step, fewest):
+        if readers <= fewer < ctas:
+            part = work._replace(dram_bytes=work.dram_bytes * ctas / fewer)
+            us = max(us, waves_us(fewer, ctas_per_sm, part, device))
+    return us
 
 
 def reduction_us(split_k: int, partial_bytes: float, device: Device) -> float:

@@ -104,7 +104,7 @@ def estimate_us(config: Conv2dMmaConfig, problem: Convolution, device: Device) -
         COSTS.start * rates.latency_us,
     )
     fitting = device.shared_bytes_per_sm // (config.shared_bytes + 1024)
-    waves = waves_us(ctas, max(1, min(2, fitting)), work, device)
+    waves = waves_us(ctas, max(1, min(2, fitting)), work, device, ctas // rows)
     return rates.launch_us + waves + reduction_us(config.split_k, 4.0 * ctas * elements, device)
 
 

@@ -148,6 +148,7 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
     """Return the run time in microseconds, by the constants of ``gemm_mma_fragments``, for uniform routing."""
     rates, k_tiles = device.rates, ceil_div(problem.k, WEIGHT_TILE_K)
     units = expected_blocks(problem.pairs, problem.experts, config.block_m, problem.top_k)
+    touched = expected_touched(problem.pairs, problem.experts, problem.top_k)
     cycles = warp_cycles(config, problem.of_expert(config.block_m), device)
     weight_bytes = config.tile_columns * problem.fragments.weight_tile_bytes
     elements = config.block_m * config.block_n
@@ -157,11 +158,11 @@ def estimate_us(config: GemmFragmentsConfig, problem: ExpertProduct, device: Dev
         max((cycles + COSTS.sync) / rates.clock_mhz, rates.latency_us / config.stages) / config.warps_k,
         cycles * config.warps_n / SCHEDULERS + COSTS.store * elements / k_tiles,
         (weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K) / COSTS.shared_reads,
-        weight_bytes * expected_touched(problem.pairs, problem.experts, problem.top_k) / units
-        + problem.activation_bytes / max(1, tiles) / k_tiles,
+        weight_bytes * touched / units + problem.activation_bytes / max(1, tiles) / k_tiles,
         COSTS.start * rates.latency_us,
     )
-    return rates.launch_us + GATHERED * waves_us(tiles, config.ctas_per_sm, work, device)
+    readers = max(1, round(tiles * touched / units))
+    return rates.launch_us + GATHERED * waves_us(tiles, config.ctas_per_sm, work, device, readers, 1)
 
 
 def reduction(config: GemmFragmentsConfig, problem: ExpertProduct) -> Reduction | None:

@@ -154,7 +154,8 @@ class GemmMma(Family[Problem, GemmMmaConfig]):
             weight_bytes / ceil_div(problem.m, config.block_m) / COSTS.read_fraction,
             COSTS.start * rates.latency_us,
         )
-        waves = waves_us(ctas, max(1, min(by_memory, by_registers)), work, device)
+        readers = ctas // ceil_div(problem.m, config.block_m)
+        waves = waves_us(ctas, max(1, min(by_memory, by_registers)), work, device, readers)
         return rates.launch_us + waves + reduction_us(config.split_k, 4.0 * ctas * elements, device)
 
     def plan(self, config: GemmMmaConfig, problem: Problem, device: Device) -> LaunchPlan:

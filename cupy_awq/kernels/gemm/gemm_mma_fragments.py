@@ -250,12 +250,14 @@ def layouts(block_m: int, math: Math, problem: Problem) -> tuple[Layout, ...]:
     few_groups = FragmentLayout.of(problem).groups <= 2
     if block_m == 8:
         single = Layout(1, 1, 8, 2), Layout(1, 1, 4, 4 if few_groups else 3), Layout(2, 1, 4, 3)
-        return *single, Layout(1, 2, 4, 2), Layout(1, 4, 2, 2)
+        pairs = (Layout(1, 2, 4, 2), Layout(1, 2, 2, 4)) if problem.bits == 8 else (Layout(1, 2, 4, 2),)
+        return *single, *pairs, Layout(1, 4, 2, 2), Layout(1, 4, 1, 3), Layout(1, 8, 1, 2)
     if block_m == 16 and problem.m <= FEW_ROWS:
-        return Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
+        split = Layout(1, 1, 8), Layout(1, 1, 4, 3), Layout(1, 2, 4, 2), Layout(1, 2, 2, 4), Layout(1, 4, 2, 2)
+        return *split, Layout(1, 4, 1, 3), Layout(1, 8, 1, 2)
     if block_m <= 32:
         narrow = Layout(1, 1, 8), Layout(1, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4, 2)
-        return *narrow, Layout(2, 2, 2, 2), Layout(2, 4, 2)
+        return *narrow, Layout(1, 4, 1, 2), Layout(1, 8, 1), Layout(2, 2, 2, 2), Layout(2, 4, 2)
     if math == "kExact":
         two = Layout(1, 4, 2), Layout(1, 8, 1)
         is_scarce = problem.wide_scales or FragmentLayout.of(problem).groups > 1  # registers would spill
@@ -289,7 +291,7 @@ def _divided(config: GemmFragmentsConfig, problem: Problem, device: Device) -> I
     yield replace(config, ctas=units)
     if problem.batch_invariant:
         return
-    if config.block_m == 8 and 2 * units > resident:
+    if config.block_m == 8 and 2 * units > resident and problem.bits == 4:
         return  # sharing tiles gains nothing where memory limits the speed
     for shared, sharers, ctas in stream_k_divisions(units, k_tiles, resident):
         yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_ctas=sharers)
@@ -357,19 +359,22 @@ def estimate_us(config: GemmFragmentsConfig, problem: Problem, device: Device) -
     # The warps of a slice wait for each other, while those of other slices on the same schedulers go on.
     part = min(1.0, config.warps_n / SCHEDULERS)
     bubble = COSTS.sync * part / max(1.0, config.warps_k * config.ctas_per_sm * part) ** 2
-    share = max(1.0, device.sm_count / config.ctas) if problem.bits == 8 else 1.0
+    rows_of_tiles = ceil_div(problem.m, config.block_m)
+    share = max(1.0, rows_of_tiles * device.sm_count / config.ctas) if problem.bits == 8 else 1.0
     weight_bytes = share * config.tile_columns * FragmentLayout.of(problem).weight_tile_bytes
     work = CtaWork(
         ceil_div(k_tiles, config.warps_k) * config.warps_k,
         max(sync_us, rates.latency_us / (config.stages - 1)) / config.warps_k,
         cycles * config.warps_n / SCHEDULERS + bubble + COSTS.store * elements / k_tiles,
         (weight_bytes + config.x_rows * 2 * WEIGHT_TILE_K) / COSTS.shared_reads,
-        weight_bytes / ceil_div(problem.m, config.block_m),
+        weight_bytes / rows_of_tiles,
         COSTS.start * rates.latency_us,
     )
     total = rates.launch_us
     if units > shared:
-        total += waves_us(units - shared, config.ctas_per_sm, _uneven(work, units - shared, config, device), device)
+        own = units - shared
+        readers = max(1, own // rows_of_tiles)
+        total += waves_us(own, config.ctas_per_sm, _uneven(work, own, config, device), device, readers)
     if shared:
         per_sm = ceil_div(sharers, device.sm_count)
         parts = (shared + sharers - math.gcd(shared, sharers)) / sharers  # of units, per CTA

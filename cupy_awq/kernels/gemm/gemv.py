@@ -83,8 +83,11 @@ class Gemv(Family[Problem, GemvConfig]):
 
     def configs(self, problem: Problem, device: Device) -> list[GemvConfig]:
         chunk = 8 if problem.group_size % 8 == 0 else 1
-        rows = next_power_of_two(problem.m)
-        return [GemvConfig(rows, chunk, split_k) for split_k in split_counts(ceil_div(problem.k // chunk, SLICES))]
+        fewest = next_power_of_two(problem.m)
+        # Twice as many rows take more registers: an SM has fewer CTAs, which may fill the last wave better.
+        rows = [count for count in (fewest, 2 * fewest) if count <= next_power_of_two(self._max_m)]
+        splits = split_counts(ceil_div(problem.k // chunk, SLICES))
+        return [GemvConfig(count, chunk, split_k) for count in rows for split_k in splits]
 
     def estimate_us(self, config: GemvConfig, problem: Problem, device: Device) -> float:
         """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction."""

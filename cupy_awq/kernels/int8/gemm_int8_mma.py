@@ -109,7 +109,7 @@ class GemmInt8Mma(Family[Int8Problem, WarpTileConfig]):
             COSTS.start * rates.latency_us,
         )
         fitting = device.shared_bytes_per_sm // (_shared_bytes(config, problem) + 1024)
-        us = rates.launch_us + waves_us(ctas, max(1, min(CTAS_PER_SM, fitting)), work, device)
+        us = rates.launch_us + waves_us(ctas, max(1, min(CTAS_PER_SM, fitting)), work, device, ctas // rows)
         us += reduction_us(config.split_k, 4.0 * ctas * elements, device)
         return us + ROWS_TO_BLOCKS_LAUNCHES * rates.launch_us * problem.row_scales
 

@@ -140,7 +140,8 @@ def _configs(problem: Int8Problem, device: Device) -> Iterator[GemmW4A8MmaConfig
     is_async = device.has(Capability.CP_ASYNC)
     triple = TRIPLE_BLOCK_M - 16 * problem.fp8  # e4m3 takes more registers
     for block_m in _heights(problem.m):
-        for warps_n, most in ((8, 1), (4, 3 if block_m <= triple else 2)):
+        # A third CTA per SM leaves fewer stages to each.
+        for warps_n, most in ((8, 1), (4, 2), *([(4, 3)] if block_m <= triple else [])):
             shape = GemmW4A8MmaConfig(block_m, warps_n, 1, is_async)
             config = with_stages(shape, most, MAX_STAGES if is_async else 2, problem, device)
             if config is not None:
@@ -236,7 +237,8 @@ def estimate_us(config: GemmW4A8MmaConfig, problem: Int8Problem, device: Device)
     )
     total = rates.launch_us
     if units > shared:
-        total += waves_us(units - shared, config.ctas_per_sm, work, device)
+        readers = max(1, (units - shared) // ceil_div(problem.m, config.block_m))
+        total += waves_us(units - shared, config.ctas_per_sm, work, device, readers)
     if shared:
         parts = (shared + sharers - math.gcd(shared, sharers)) / sharers  # of units, per CTA
         work = work._replace(k_tiles=shared / sharers * k_tiles, end_us=parts * work.end_us)
