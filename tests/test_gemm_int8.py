@@ -374,7 +374,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     expected = "needs blocks of 32, 64, or a multiple of 128 columns, not 96"
     assert GEMM_INT8_SM90.refusal(replace(problem, m=64, k=960, block_size=96), h100) == expected
     assert GEMM_INT8_SM90.refusal(one, device.nominal(100)) == "needs sm_90, not sm_100"
-    assert GEMM_INT8_SM90.refusal(one, h100) == "takes 64 rows or more, not 9"
+    assert GEMM_INT8_SM90.refusal(replace(one, m=4), h100) == "takes 5 rows or more, not 4"
     assert select.choose(problem, h100).name == "gemm_int8_simt"
     assert select.choose(replace(problem, k=72, block_size=72), h100).name == "gemm_int8_simt"
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv_int8 has no activation silu, only clamp; "):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, fields
 from typing import Any, TypeVar
@@ -28,6 +29,12 @@ CONVERSION_ROWS = 77
 """The number of rows of x whose wgmma instructions take as long as a tile's other work, such as converting weights."""
 
 
+LONGER_WAVES = 1.3
+"""The modelled time of all waves of tiles, relative to the shortest, up to which their height is tried."""
+ROW_BORDERS, BORDER = (16, 32, 64), 1.25
+"""The largest M of the ranges of M that have constants of their own, and the factor within which two of them mix."""
+
+
 def p_norm(values: Iterable[float], exponent: float) -> float:
     """Return the p-norm of times, a smooth maximum: the run time of work that partly overlaps."""
     return float(sum(value**exponent for value in values) ** (1 / exponent))
@@ -41,8 +48,8 @@ def wgmma_cycles(rows: int, device: Device) -> float:
 def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
     """Return the values of ``block_m`` that split M rows into tiles of nearly equal height.
 
-    They are multiples of 8: first the highest one, then others down to about half of it, in the order of the time of
-    all waves of tiles, which is modelled as proportional to ``block_m + CONVERSION_ROWS``.
+    They are multiples of 8: first the highest one, then others down to about a third of it, in the order of the time of
+    all waves of tiles, modelled as proportional to ``block_m + CONVERSION_ROWS`` and within LONGER_WAVES of the shortest.
 
     Args:
         m: number of rows of y.
@@ -51,18 +58,20 @@ def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
         resident: number of tiles that are computed at the same time.
 
     >>> tile_heights(48, 128, 32, 132), tile_heights(200, 128, 32, 132)
-    ([48, 24], [104, 56, 72])
+    ([48, 16, 24], [104, 56, 72])
     >>> tile_heights(2300, 256, 16, 132)[:3]  # 16 x 16 tiles of 144 rows, 15 x 16 tiles of 160 rows: two waves
     [256, 144, 160]
     """
     fewest = ceil_div(m, most)
-    counts = range(fewest, 2 * fewest + 1)
+    # With all numbers of tiles into which one more row could be split, its estimate is not lower.
+    counts = range(fewest, 3 * fewest + 2)
     highest, *others = dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts)
 
     def wave_rows(height: int) -> int:
         return ceil_div(ceil_div(m, height) * columns, resident) * (height + CONVERSION_ROWS)
 
-    return [highest, *sorted(others, key=wave_rows)]
+    most_rows = LONGER_WAVES * min(map(wave_rows, [highest, *others]))
+    return [highest, *sorted((height for height in others if wave_rows(height) <= most_rows), key=wave_rows)]
 
 
 def resident_clusters(device: Device, size: int) -> int:
@@ -85,9 +94,20 @@ def costs_table(kind: type[T]) -> tuple[T, ...]:
     return tuple(kind(*values) for values in zip(*columns, strict=True))
 
 
-def costs_by_rows(m: int, costs: Sequence[T]) -> T:
-    """Return the constants for M = m out of those for M up to 16, up to 32, up to 64, and for larger M."""
-    return costs[bisect.bisect_left((16, 32, 64), m)]
+def costs_by_rows(m: int, costs: Sequence[T]) -> list[tuple[T, float]]:
+    """Return the constants for M = m out of those for M up to 16, up to 32, up to 64, and for larger M.
+
+    Each comes with the share of its modelled time. Near a border, within a factor of BORDER, the time is a mean of two,
+    so that it does not jump: their shares are linear in log(m).
+
+    >>> costs_by_rows(12, "abcd"), costs_by_rows(64, "abcd"), [x for x, _ in costs_by_rows(20, "abcd")]
+    ([('a', 1.0)], [('c', 0.5), ('d', 0.5)], ['b'])
+    """
+    for index, border in enumerate(ROW_BORDERS):
+        at = math.log(m / border) / math.log(BORDER)
+        if -1 < at < 1:
+            return [(costs[index], (1 - at) / 2), (costs[index + 1], (1 + at) / 2)]
+    return [(costs[bisect.bisect_left(ROW_BORDERS, m)], 1.0)]
 
 
 def prefetch_waits(used: float, stages: int, iterations: int) -> tuple[float, float]:

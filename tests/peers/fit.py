@@ -4,7 +4,7 @@
     python -m tests.peers.fit sweep.jsonl --models wgmma-32 --rows 17-32 --absolute 0.3
     python -m tests.peers.fit sweep.jsonl other.jsonl --models mma --steps 30
     python -m tests.peers.fit sweep.jsonl --models mma wgmma large --choices --steps 80
-    python -m tests.peers.fit fp8.jsonl --models w4a8-offsets fp8 --choices --steps 120 --rows 33-4096
+    python -m tests.peers.fit fp8.jsonl --models w4a8 fp8 --choices --steps 120 --rows 33-4096
 
 Prints the constants in the order of the dataclass that holds them, and sweep.py's table of the first choices of the
 kernels in MODELS, before and after; other kernels are left out. Files of several GPUs give constants for all of them.
@@ -42,7 +42,7 @@ from cupy_awq.kernels.gemm.gemm_sm90 import GEMM_SM90
 from cupy_awq.kernels.gemm.gemm_sm90_config import MMA, WGMMA, GemmSm90Config
 from cupy_awq.kernels.gemm.gemm_sm90_large import GEMM_SM90_LARGE
 from cupy_awq.kernels.gemm.problem import Problem
-from cupy_awq.kernels.int8 import gemm_int8_sm90, gemm_w4a8_costs, gemm_w4a8_sm90
+from cupy_awq.kernels.int8 import gemm_int8_sm90, gemm_w4a8_sm90
 from cupy_awq.kernels.int8.gemm_int8_sm90 import GEMM_INT8_SM90
 from cupy_awq.kernels.int8.gemm_w4a8_sm90 import GEMM_W4A8_SM90
 from cupy_awq.kernels.int8.problem import Int8Problem
@@ -69,20 +69,17 @@ class Model(NamedTuple):
     serves: Callable[[Any, Any], bool]
 
 
+def _main(shares: list[tuple[Any, float]]) -> Any:
+    """Return the constants with the largest share of a modelled time."""
+    return max(shares, key=lambda item: item[1])[0]
+
+
 def _wgmma(constants: str) -> Model:
     def serves(config: Any, problem: Any) -> bool:
-        return config.name == WGMMA and costs.wgmma_costs(problem.m) is getattr(costs, constants)
+        return config.name == WGMMA and _main(costs.wgmma_costs(problem.m)) is getattr(costs, constants)
 
     costs = gemm_sm90_costs
     return Model(costs, constants, GEMM_SM90, GemmSm90Config, serves)
-
-
-def _w4a8(constants: str) -> Model:
-    def serves(config: Any, problem: Any) -> bool:
-        return costs.choose_costs(problem.m, config.offset_tiles) is getattr(costs, constants)
-
-    costs = gemm_w4a8_costs
-    return Model(costs, constants, GEMM_W4A8_SM90, gemm_w4a8_sm90.GemmW4A8Config, serves)
 
 
 MODELS = {
@@ -99,11 +96,7 @@ MODELS = {
     "wgmma-64": _wgmma("WGMMA_COSTS_64"),
     "wgmma": _wgmma("WGMMA_COSTS"),
     "large": Model(gemm_sm90_large, "COSTS", GEMM_SM90_LARGE, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
-    "w4a8-16": _w4a8("COSTS_16"),
-    "w4a8-32": _w4a8("COSTS_32"),
-    "w4a8-64": _w4a8("COSTS_64"),
-    "w4a8": _w4a8("COSTS"),
-    "w4a8-offsets": _w4a8("OFFSET_TILE_COSTS"),
+    "w4a8": Model(gemm_w4a8_sm90, "COSTS", GEMM_W4A8_SM90, gemm_w4a8_sm90.GemmW4A8Config, lambda c, p: True),
     "int8": Model(gemm_int8_sm90, "COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
     "fp8": Model(gemm_int8_sm90, "FP8_COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
 }

@@ -41,7 +41,7 @@ WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel; for smaller M, the mma kernels are faster."""
 WGMMA_BLOCK_M = 16, 128
 """The smallest and the largest ``block_m`` of the wgmma kernel."""
-MAX_HEIGHTS = 3
+MAX_HEIGHTS = 5
 """The largest number of values of ``block_m`` to try for the wgmma kernel, for one tile width and split-K factor."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
@@ -129,13 +129,15 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
         return
     all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     smallest, largest = WGMMA_BLOCK_M
-    max_heights = 1 if problem.m <= largest // 2 else MAX_HEIGHTS
     # Clusters only split K: multicast of x to 2 CTAs with the same rows gains nothing.
     for m64_tiles, warpgroups, split_k in itertools.product((1, 2), (1, 2, 3, 4, 6, 7), SPLITS):
         weight_tiles = warpgroups * m64_tiles * 2
         columns = ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
-        heights = tile_heights(problem.m, largest, columns, max(1, device.sm_count // split_k))
-        for block_m, consumers, k_tiles in itertools.product(heights[:max_heights], (1, 2, 3, 4), (1, 2, 4)):
+        resident = max(1, device.sm_count // split_k)
+        heights = tile_heights(problem.m, largest, columns, resident)[:MAX_HEIGHTS]
+        if problem.m <= largest // 2:  # lower tiles pay if they occupy SMs that would be idle
+            heights[1:] = [h for h in heights[1:] if ceil_div(problem.m, h) * columns <= resident][:1]
+        for block_m, consumers, k_tiles in itertools.product(heights, (1, 2, 3, 4), (1, 2, 4)):
             block_m = max(smallest, block_m)
             if k_tiles > (4 if block_m == smallest else 2 if block_m <= 64 else 1):
                 continue
@@ -155,7 +157,7 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
 def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     """Yield, for 2 and for 1 resident CTAs per SM, the configuration with the most stages that fit in shared memory.
 
-    Configurations with ``block_m`` > 16 are yielded with and without ``prefetch_weights``. Configurations for which an
+    Those of the wgmma kernel are yielded with and without ``prefetch_weights``. Configurations for which an
     SM has too few registers are left out.
     """
     # Each stage belongs to one consumer, and a consumer needs no more stages than iterations.
@@ -175,7 +177,7 @@ def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) 
         most = most_stages(stages_each, ctas_per_sm, device, shared_bytes)
         if most is not None:
             yield (chosen := replace(config, stages=most * config.consumers, ctas_per_sm=ctas_per_sm))
-            if config.block_m > WGMMA_BLOCK_M[0]:
+            if config.name == WGMMA:
                 yield replace(chosen, prefetch_weights=False)
 
 

@@ -310,14 +310,30 @@ def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device)
     return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), costs.norm), fixed, overlapping)
 
 
-def wgmma_costs(m: int) -> WgmmaCosts:
-    """Return the constants of the wgmma kernel's cost model for M rows of x."""
+def wgmma_costs(m: int) -> list[tuple[WgmmaCosts, float]]:
+    """Return the constants of the wgmma kernel's cost model for M rows of x; see `costs_by_rows`."""
     return costs_by_rows(m, (WGMMA_COSTS_16, WGMMA_COSTS_32, WGMMA_COSTS_64, WGMMA_COSTS))
 
 
 def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
-    """Return the modelled run time of the wgmma kernel by `WgmmaCosts`, and its parts."""
-    costs, at, clock = wgmma_costs(problem.m), Occupancy.of(config, problem, device), device.rates.clock_mhz
+    """Return the modelled run time of the wgmma kernel by `wgmma_costs`, and its parts."""
+    at = Occupancy.of(config, problem, device)
+    found = [(_wgmma_time(costs, at, config, problem, device), share) for costs, share in wgmma_costs(problem.m)]
+
+    def mean(times: list[dict[str, float]]) -> dict[str, float]:
+        return {
+            name: sum(time[name] * share for time, (_, share) in zip(times, found, strict=True)) for name in times[0]
+        }
+
+    us = sum(time.us * share for time, share in found)
+    return TimeParts(us, mean([time.fixed for time, _ in found]), mean([time.overlapping for time, _ in found]))
+
+
+def _wgmma_time(
+    costs: WgmmaCosts, at: Occupancy, config: GemmSm90Config, problem: Problem, device: Device
+) -> TimeParts:
+    """Return the modelled run time of the wgmma kernel by one set of constants, and its parts."""
+    clock = device.rates.clock_mhz
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
     tensor_cycles = costs.tensor_factor * wgmma_cycles(rows, device) * (WEIGHT_TILE_K // 16)

@@ -36,6 +36,8 @@ SHARED_BYTES_PER_CTA = 232448
 """The largest dynamic shared memory per CTA on sm_90, in bytes."""
 MAX_STAGES = 6
 """The largest number of pipeline stages; more stages gain nothing."""
+MIN_BLOCK_M = 32
+"""The smallest ``block_m`` to try beside the highest one."""
 MAX_HEIGHTS = 5
 """The largest number of values of ``block_m`` to try for one shape of CTA tiles and clusters."""
 
@@ -171,7 +173,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     if not problem.gated:
         if m <= 64:
             shapes.append((1, 64, 4, 1))
-        elif m <= 128 or not has_split_scales(problem):
+        if m <= 128 or not has_split_scales(problem):
             # Each weight is dequantized once per 128 rows of x, so split scales make this shape up to 10% slower.
             shapes.append((1, 128, 2, 1))
         if m > 128:
@@ -180,7 +182,9 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         clusters = device.sm_count // cluster
         shape = GemmSm90LargeConfig(cluster, clusters * cluster, warpgroups=warpgroups, m64_tiles=m64_tiles)
         highest, *others = tile_heights(m, most, ceil_div(problem.n, shape.block_n * cluster), clusters)
-        for block_m in (highest, *[height for height in others if height > most // 2][: MAX_HEIGHTS - 1]):
+        least = MIN_BLOCK_M if most <= 128 else 129  # of up to 128 rows, another shape has the tiles
+        lower = [height for height in others if height >= least]
+        for block_m in (highest, *lower[: MAX_HEIGHTS - 1]):
             yield from _with_stream_k(replace(shape, block_m=block_m), problem, clusters)
 
 

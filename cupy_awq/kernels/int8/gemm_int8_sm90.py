@@ -22,7 +22,7 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 NAME = "gemm_int8_sm90"
-MIN_ROWS = 64
+MIN_ROWS = 5
 """The smallest M for which tiles of 128 rows can be worthwhile."""
 TILE_M = 128
 """The number of rows per CTA tile."""

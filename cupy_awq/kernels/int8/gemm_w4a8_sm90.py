@@ -27,13 +27,13 @@ from cupy_awq.kernels.hopper import (
     tile_heights,
     wgmma_cycles,
 )
-from cupy_awq.kernels.int8.gemm_w4a8_costs import choose_costs
 from cupy_awq.kernels.int8.problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.int8.quantize_fp8 import half_sum_stride
 from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.rates import READ_FRACTION
 
 NAME = "gemm_w4a8_sm90"
 TILE_N = 64
@@ -57,6 +57,40 @@ ABSENT = "absent"
 """The name of a buffer that is always a null pointer, for values of x that a configuration does not read."""
 SYMMETRIC_ZERO = 8
 """The code of zero of a weight without offsets."""
+
+WAVE_LATENCIES, SHARE_LATENCIES = 4, 2
+"""The time of a further wave of CTAs, and that of a cluster that shares x, in latencies of device memory."""
+SHARED_BYTES_PER_CYCLE = 128
+"""The bytes that an SM writes to or reads from shared memory per clock cycle."""
+
+
+@dataclass(frozen=True)
+class GemmW4A8Costs:
+    """Fitted constants of the cost model. Cycles are per k tile (128 k).
+
+    Attributes:
+        dequantize: issue cycles to dequantize a weight tile.
+        product: issue cycles per row and instruction that scales a product of 64 columns.
+        turn: issue cycles per pipeline stage, if a k tile has parameters of rows of x, times the square of the number
+            of consumers beyond two, which take turns at the stages.
+        chain: cycles of a warpgroup that is alone on its SM, apart from ``chain_row``.
+        chain_row: further cycles per m64 tile and row of the CTA tile.
+        shared_copies: number of SMs that share a read from L2 (on average).
+        first_stage: cycles until the first stage is computed, per row and weight tile of a stage beyond the first.
+        norm: exponent of the p-norm of times that overlap.
+    """
+
+    dequantize: float = 47.1
+    product: float = 0.57
+    turn: float = 7.5
+    chain: float = 261.0
+    chain_row: float = 3.04
+    shared_copies: float = 2.02
+    first_stage: float = 3.58
+    norm: float = 2.4
+
+
+COSTS = GemmW4A8Costs()
 
 
 @dataclass(frozen=True)
@@ -222,8 +256,12 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
 
 
 def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> float:
-    """Return the run time in microseconds: fixed times, and the p-norm of times that overlap."""
-    costs, rows = choose_costs(problem.m, config.offset_tiles), config.block_m
+    """Return the run time in microseconds: fixed times, and the p-norm of times that overlap.
+
+    The latter are the times of the busiest SM, of a consumer that is alone on its SM, of all copies from L2, and of
+    reading the weight from device memory.
+    """
+    rates, rows, clock = device.rates, config.block_m, device.rates.clock_mhz
     ctas, cluster = config.ctas(problem), config.split_k * config.share_x
     sms, resident = resident_clusters(device, cluster) * cluster, config.resident(problem, device)
     busiest = ceil_div(ctas, sms)
@@ -233,38 +271,29 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     mine = ceil_div(iterations, config.consumers) * config.k_tiles
     # Instructions that scale a product: fewest with tiles of offsets, most with a scale per block of x.
     instructions = 0.9 if config.offset_tiles else 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
-    issue_cycles = costs.dequantize_cycles + costs.product_cycles * instructions * rows
+    issue_cycles = COSTS.dequantize + COSTS.product * instructions * rows
     if config.has_x_parameters(problem):
-        issue_cycles += costs.turn_cycles * max(0, config.consumers - 2) ** 2 / config.k_tiles
-    tensor_cycles = costs.tensor_factor * 4 * wgmma_cycles(rows, device)
-    loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + costs.row_cycles * rows)
+        issue_cycles += COSTS.turn * max(0, config.consumers - 2) ** 2 / config.k_tiles
+    tile_cycles = 4 * wgmma_cycles(rows, device) + issue_cycles
+    chain_cycles = COSTS.chain + COSTS.chain_row * config.m64_tiles * rows
     column_tiles = config.warpgroups * config.m64_tiles
-    column_bytes = column_tiles * weight_tile_bytes(problem)
-    clock, read_bytes = device.rates.clock_mhz, problem.n * problem.k * weight_tile_bytes(problem) / (TILE_N * BLOCK_K)
+    tile_bytes = weight_tile_bytes(problem)
+    read_bytes = problem.n * problem.k * tile_bytes / (TILE_N * BLOCK_K)
+    copied_bytes = ctas * k_tiles * (rows * BLOCK_K / config.share_x + column_tiles * tile_bytes)
     overlapping = (
-        busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / clock,
-        waves * mine * loop_cycles / clock,
-        ctas
-        * k_tiles
-        * (rows * BLOCK_K / config.share_x + column_bytes)
-        / (costs.l2_factor * device.rates.l2_gbs * 1e3),
-        costs.stream_factor * device.read_us(read_bytes),
+        busiest * k_tiles * column_tiles * tile_cycles / clock,
+        waves * mine * chain_cycles / clock,
+        copied_bytes / (COSTS.shared_copies * rates.l2_gbs * 1e3),
+        device.read_us(read_bytes) / READ_FRACTION,
     )
-    accumulators = rows * config.block_n * 1e-3
-    fixed = costs.launch_us + costs.wave_us * (waves - 1) + costs.consumer_ns * config.consumers * accumulators
     queue, pause = prefetch_waits(ctas / (resident * sms), config.stages, iterations)
-    fixed += costs.queue_us * queue + costs.pause_us * pause
-    fixed += costs.first_stage_ns * min(rows, 64) * (config.k_tiles * column_tiles - 1) * 1e-3
-    if min(busiest, resident) == 1:
-        fixed += costs.alone_us * iterations / config.consumers
-    if not (problem.row_scales or problem.fp8):
-        fixed += costs.block_scales_us
-    if config.share_x > 1:
-        fixed += costs.share_us
-    if config.split_k > 1:
-        fixed += costs.reduction_us + costs.exchange_ns * accumulators * (1 - 1 / config.split_k)
-        fixed += costs.odd_cluster_us * (config.split_k == 3)
-    return fixed + p_norm(overlapping, costs.norm)
+    latencies = 1 + WAVE_LATENCIES * (waves - 1) + queue + pause + SHARE_LATENCIES * (config.share_x > 1)
+    accumulators = rows * config.block_n
+    cycles = COSTS.first_stage * rows * (config.k_tiles * column_tiles - 1)
+    cycles += 8 * config.consumers * accumulators / SHARED_BYTES_PER_CYCLE  # written and read
+    sent_us = 4 * accumulators * (1 - 1 / config.split_k) * device.sm_count / (rates.l2_gbs * 1e3)
+    fixed = rates.launch_us + latencies * rates.latency_us + cycles / clock + sent_us
+    return fixed + p_norm(overlapping, COSTS.norm)
 
 
 def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
