@@ -7,7 +7,6 @@ from collections import defaultdict
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -78,37 +77,6 @@ def test_no_gpu_takes_the_kernel_of_an_older_one() -> None:
             for k, n in ((4096, 4096), (12288, 4096), (8192, 28672)):
                 choice = select.choose(Problem(m, n, k, 128), gpu)
                 assert choice.name != "gemm_sm75" or gpu.arch == 75
-
-
-EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 112, 128, 256, 1024)
-"""The numbers of rows, M, on whose two sides a model may choose different tiles."""
-
-
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        *((name, "gemm") for name, gpu in device.KNOWN.items() if gpu.arch != 90 and gpu.arch >= 75),
-        *((name, "gemm_int8") for name in ("agx-orin", "a100-80gb", "rtx-4090")),
-    ],
-)
-def test_no_estimate_falls_when_m_grows(name: str, op: str) -> None:
-    gpu = device.KNOWN[name]
-
-    def best_us(m: int, k: int, n: int) -> dict[str, float]:
-        if op == "gemm":
-            layouts = select.weight_layouts(k, n, 128, "float16", "packed", gpu)
-            problem: Any = Problem(m, n, k, 128, layouts=layouts)
-        else:
-            problem = typical_problem(op, (k, n), m, Settings(HOST), gpu)
-        found = select.candidates(problem, gpu)
-        return {family: some[0].us for family, some in found.items() if not isinstance(some, str)}
-
-    for k, n in ((4096, 4096), (8192, 28672)):
-        for m in EDGES:
-            before, after = best_us(m, k, n), best_us(m + 1, k, n)
-            for family in before.keys() & after.keys():
-                assert after[family] >= 0.98 * before[family], (family, k, n, m)
-            assert min(after.values()) >= 0.98 * min(before.values()), (k, n, m)
 
 
 def _attributes(sm_count: int, **others: int) -> dict[str, int]:
