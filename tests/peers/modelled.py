@@ -22,7 +22,7 @@ from cupy_awq.llm.families.description import Attention, Decoder, Mlp
 from cupy_awq.runtime.device import KNOWN, Device
 from cupy_awq.tools.bench_llm import SHAPES
 
-DEVICES = "t4 rtx-2080-ti a100-80gb a10 rtx-3090 agx-orin orin-nano l4 rtx-4090 h100 h200 rtx-5090".split()
+DEVICES = "v100 t4 rtx-2080-ti a100-80gb a10 rtx-3090 agx-orin orin-nano l4 rtx-4090 h100 h200 rtx-5090".split()
 """The GPUs of the table in RESULTS.md."""
 CONTEXT = 1024
 """The number of cached tokens per sequence."""
