@@ -123,6 +123,7 @@ STREAM = WGMMA[0], replace(WGMMA[1], stream_k=True)
 GATED = replace(WGMMA[0], n=448, row_weights=False, activation="silu", gated=True), WGMMA[1]
 Case = tuple[ExpertProduct, ExpertGemmSm90Config]
 MAIN, STORE = "experts/expert_gemm_sm90.cu", "experts/expert_gemm_sm90.cuh"
+LOOP = "gemm/gemm_sm90_large_mainloop.cuh"
 SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
     "rows of x are not fenced": (WGMMA, MAIN, "    ptx::fence_proxy_async();\n", "    ", RACE),
     "a stage is refilled before the consumers have released it": (
@@ -152,9 +153,10 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
     "rows in the order of the pairs": (
         WGMMA, MAIN, "row / 8 * 8 + row % 2 * 4 + row / 2 % 4", "row", VALUES,
     ),
-    "no zeros past the end of K": (WGMMA, MAIN, "chunk * 8 < k ? 16 : 0", "chunk * 8 < k ? 16 : 16", OUTSIDE),
+    "no zeros past the end of K": (WGMMA, MAIN, "chunk * 8 >= k) end_block = 0;", "chunk * 8 >= k);", OUTSIDE),
     "no zeros in blocks without pairs": (
-        WGMMA, MAIN, "block < blocks;", "block < end_block;", ("uninitialised", "uninitialised"),
+        WGMMA, MAIN, "if (block >= blocks) break;", "if (block >= end_block) break;",
+        ("uninitialised", "uninitialised"),
     ),
     "the up projection of other columns": (
         GATED, MAIN, "n / 2 / kWeightTileN", "n / 4 / kWeightTileN", VALUES,
@@ -174,14 +176,26 @@ SEEDS: dict[str, tuple[Case, str, str, str, tuple[str, str]]] = {
         STREAM, STORE, "return tile.first_cta >= 0;", "return true;", DEADLOCK,
     ),
     "the k tiles of another part": (
-        STREAM, MAIN, "uniform(tile.end()), uniform(tile.k_tile_begin)", "uniform(tile.end()), 0", DEADLOCK,
+        STREAM, MAIN, "uniform(tile.k_tile_end - tile.k_tile_begin)", "uniform(tile.k_tile_end)", DEADLOCK,
     ),
-    "the weight of another row": (WGMMA, STORE, "+ my_row + v % 2]", "+ my_row]", VALUES),
-    "padding is stored": (WGMMA, STORE, "if (pair < 0 || column", "if (column", OUTSIDE),
+    "the weight of another row": (WGMMA, STORE, "v / 4 % 2 * 2 + v % 2]", "v / 4 % 2 * 2]", VALUES),
+    "padding is stored": (WGMMA, STORE, "if (pairs[pass] >= pairs_end)", "if (pairs_end == 0)", OUTSIDE),
+    "columns past the end are stored": (
+        WGMMA, STORE, "column < n_out ? 0x80000000u : 0u", "0x80000000u", RACE,
+    ),
     "the next chunk overwrites rows that are still read": (
-        WGMMA, STORE, "    if (chunk * 16 >= end) return;\n    ptx::barrier_sync(1 + warpgroup, 128);",
-        "    if (chunk * 16 >= end) return;", RACE,
+        WGMMA, STORE, "    ptx::barrier_sync(1 + warpgroup, 128);\n#pragma unroll\n    for (int i = 0;",
+        "#pragma unroll\n    for (int i = 0;", RACE,
     ),
+    "operands are overwritten while they are multiplied": (
+        WGMMA, LOOP, "wgmma_wait_group<1>", "wgmma_wait_group<2>", RACE,
+    ),
+    "another stage is released": (
+        WGMMA, LOOP, "preceding = my_empty_barriers + stage_idx", "preceding = my_empty_barriers + state.stage_idx",
+        DEADLOCK,
+    ),
+    "codes of the first slice": (WGMMA, LOOP, "+ b % 2 * 1024", "", VALUES),
+    "groups of the first half": (WGMMA, LOOP, "? b % 2 * kSliceGroups + i : 0", "? i : 0", VALUES),
 }  # fmt: skip
 """Planted bugs: the launch, the file, the old and the new text, and the checks that catch the bug."""
 

@@ -170,38 +170,30 @@ template <class C> struct RowWarps {
 
   // Copies 128 k of the rows of a tile, 16 lanes those of a row. Zeros take the place of blocks of 8 rows without
   // pairs, from `end_block` to `blocks`, and of k past the end; of padding among the pairs, row 0 of x does. These
-  // warps share the schedulers with the consumers, so the loop must have few instructions.
+  // warps share the schedulers with the consumers, so the loop must have few instructions: it is unrolled, so that
+  // addresses in shared memory differ by constants.
   __device__ __forceinline__ void copy_x(const typename C::Tile& tile, int end_block, int blocks, int stage_idx,
                                          int k_tile) const {
     const int chunk = thread % 16;
     const int odd = thread / 16 % 2;
-    const uint32_t target =
-        shared.x(stage_idx) + chunk / 8 * C::kXHalfBytes + odd * 128 + (chunk % 8 ^ swizzle_bits(odd)) * 16;
+    const uint32_t target = shared.x(stage_idx) + warp * 1024 + chunk / 8 * C::kXHalfBytes + odd * 128 +
+                            (chunk % 8 ^ swizzle_bits(odd)) * 16;
     const uint8_t* source = reinterpret_cast<const uint8_t*>(x) + k_tile * (kWeightTileK * 2) + chunk * 16;
-    const unsigned bytes = k_tile * kWeightTileK + chunk * 8 < k ? 16 : 0;
-    uint32_t begins_at = static_cast<uint32_t>(__cvta_generic_to_shared(tile.x + warp * 8 + odd * 4));
+    if (k_tile * kWeightTileK + chunk * 8 >= k) end_block = 0;
+    const uint32_t begins_at = static_cast<uint32_t>(__cvta_generic_to_shared(tile.x + warp * 8 + odd * 4));
     uint32_t targets[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) targets[i] = (target ^ swizzle_bits(2 * i) * 16) + warp * 1024 + i * 256;
-    const auto advance = [&] {
-      begins_at += C::kRowWarps * 32;
+    for (int i = 0; i < 4; ++i) targets[i] = ptx::opaque((target ^ swizzle_bits(2 * i) * 16) + i * 256);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) targets[i] += C::kRowWarps * 1024;
-    };
-    int block = warp;
-#pragma unroll 1
-    for (; block < end_block; block += C::kRowWarps) {
+    for (int first = 0; first < C::kBlockM / 8; first += C::kRowWarps) {
+      const int block = first + warp;
+      if (block >= blocks) break;
       uint32_t begins[4];
-      ptx::ld_shared(begins, begins_at);
+      ptx::ld_shared(begins, begins_at + first * 32);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::cp_async_16(targets[i], source + begins[i], bytes);
-      advance();
-    }
-#pragma unroll 1
-    for (; block < blocks; block += C::kRowWarps) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::cp_async_16(targets[i], source, 0);
-      advance();
+      for (int i = 0; i < 4; ++i) {
+        ptx::cp_async_16(targets[i] + first * 1024, source + begins[i], block < end_block ? 16 : 0);
+      }
     }
   }
 
@@ -218,7 +210,7 @@ template <class C> struct RowWarps {
       const int end = announce(tile);
       claim();
       if (end == 0) {
-        share_claim(tile);
+        share_claim(tile);  // from here on, only what it shares is read of the slot
         load_next();
         load_weights();
         continue;
@@ -294,8 +286,6 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
   __syncthreads();
   if (warp < C::kConsumerWarps) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    const int warpgroup = warp / 4;
-    uint8_t* buffer = memory + C::SharedStorage::StoreBuffers::kBegin + warpgroup * C::kStoreRows * C::kStoreRowBytes;
     WgmmaMainLoop<C> loop(shared, warp, lane, scale_factor);
     auto state = PipelineState<C::kStages>::consumer();
     for (int slot = 0;; slot = slot + 1 == C::kTiles ? 0 : slot + 1) {
@@ -303,12 +293,14 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
       const C::Tile& tile = announced[slot];
       if (uniform(tile.n_block) < 0) break;
       C::Accumulators accumulators = {};
-      run_lowest<HEIGHTS>(loop, accumulators, state, uniform(tile.end()), uniform(tile.k_tile_begin),
-                          uniform(tile.k_tile_end), lane);
+      run_lowest<HEIGHTS>(loop, accumulators, state, uniform(tile.end()), uniform(tile.k_tile_end - tile.k_tile_begin),
+                          lane);
+      const int warpgroup = uniform_warp() / 4;  // not in a register during the main loop, which has none left
       const AnnouncedShare<C::Tile> share{tile};
       if (!reduce_shared_unit<C>(accumulators, share, warpgroup, partials, counters + 1)) continue;
       const BIAS* expert_bias = C::kHasBias ? bias + static_cast<int64_t>(tile.expert) * n : nullptr;
       const Epilogue<X, C> epilogue{expert_bias, nullptr, 0, 0, n, 0};
+      uint8_t* buffer = memory + C::SharedStorage::StoreBuffers::kBegin + warpgroup * C::kStoreRows * C::kStoreRowBytes;
       store_pairs<C>(accumulators, buffer, tile, warpgroup, epilogue, y, n, ldy, result_factor);
     }
   } else {

@@ -62,15 +62,15 @@ template <int kRows, int kLower = 0, int... kLowest> __device__ __forceinline__ 
 // Runs the main loop with the lowest of the tiles of kRows, kLower, kLowest... rows that has `end` rows. A function for
 // each height would be one that wgmma crosses, and more heights would need more registers than there are.
 template <int kRows, int kLower = 0, int... kLowest, class Loop, class Accumulators, class State>
-__device__ __forceinline__ void run_lowest(Loop& loop, Accumulators& accumulators, State& state, int end,
-                                           int k_tile_begin, int k_tile_end, int lane) {
+__device__ __forceinline__ void run_lowest(Loop& loop, Accumulators& accumulators, State& state, int end, int k_tiles,
+                                           int lane) {
   if constexpr (kLower > 0) {
     if (end <= kLower) {
-      run_lowest<kLower, kLowest...>(loop, accumulators, state, end, k_tile_begin, k_tile_end, lane);
+      run_lowest<kLower, kLowest...>(loop, accumulators, state, end, k_tiles, lane);
       return;
     }
   }
-  loop.template run<kRows>(accumulators, state, k_tile_begin, k_tile_end, lane);
+  loop.template run<kRows>(accumulators, state, k_tiles, lane);
 }
 
 // The members of a scheduler that reduce_shared_unit reads, for an announced tile.
@@ -94,7 +94,7 @@ template <class C> __device__ __forceinline__ void store_pairs(const typename C:
   using T = typename C::T;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
-  const int n_out = C::kGated ? n / 2 : n;
+  const int n_out = C::kGated ? ptx::opaque(n) / 2 : n;  // opaque: not kept in a register during the main loop
   const int end = uniform(tile.end());
   const int column_begin = (tile.n_block * C::kWarpgroups + warpgroup) * C::kStoreN;
   // accumulators[i][v] belongs to column my_column if v % 4 < 2, else to my_column + 8 (both plus 64 i), and to row
@@ -112,22 +112,47 @@ template <class C> __device__ __forceinline__ void store_pairs(const typename C:
       }
     }
   }
+  // Without a bias, the power of two result_factor scales the router's weights in place of the accumulators.
+  constexpr bool kScalesWeights =
+      C::kHasRowWeights && !C::kHasBias && !C::kGated && C::kActivation == Activation::kNone;
+  float weights[4] = {};  // of this thread's rows of a chunk: my_row, my_row + 1, my_row + 8, my_row + 9
   auto finish = [&](int i, int v) {
+    const float weight = weights[v / 4 % 2 * 2 + v % 2];
+    if constexpr (kScalesWeights) return from_float<T>(accumulators[i][v] * weight);
     const int upper = v / 2 % 2;
     const auto biased = [&](int j) { return fmaf(accumulators[j][v], result_factor, biases[j][upper]); };
-    float value;
-    if constexpr (C::kGated) {
-      value = epilogue.multiply(biased(0), biased(1));
-    } else {
-      value = epilogue.activate(biased(i));
-    }
-    if constexpr (C::kHasRowWeights) value *= tile.weights[v / 4 * 8 + my_row + v % 2];
-    return from_float<T>(value);
+    const float value = C::kGated ? epilogue.multiply(biased(0), biased(1)) : epilogue.activate(biased(i));
+    return from_float<T>(C::kHasRowWeights ? value * weight : value);
   };
-  constexpr int kVectors = C::kStoreN / 8;  // number of 16-byte vectors per row
-  const uint32_t target = transposed_address<C::kStoreRowBytes>(buffer, thread / 32, lane);
+  constexpr int kVectors = C::kStoreN / 8;   // number of 16-byte vectors per row
+  constexpr int kPassRows = 128 / kVectors;  // number of rows that the warpgroup stores at a time
+  const int row = thread / kVectors, column = column_begin + thread % kVectors * 8;
+  const unsigned pairs_end = column < n_out ? 0x80000000u : 0u;
+  const uint32_t target = ptx::opaque(transposed_address<C::kStoreRowBytes>(buffer, thread / 32, lane));
+  const uint32_t source = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
+                                      row * C::kStoreRowBytes + thread % kVectors * 16);
+  const uint32_t pairs_at = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(tile.pairs + row)));
+  const uint32_t weights_at = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(tile.weights + my_row)));
+  uint8_t* y_column = reinterpret_cast<uint8_t*>(y + column);
+  const unsigned row_bytes = ldy * sizeof(T);
   for_each_constant<C::kBlockM / 16>([&](int chunk) {
     if (chunk * 16 >= end) return;
+    unsigned pairs[16 / kPassRows];
+#pragma unroll
+    for (int pass = 0; pass < 16 / kPassRows; ++pass) {
+      pairs[pass] = ptx::ld_shared_u32(pairs_at + (chunk * 16 + pass * kPassRows) * 4);
+    }
+    if constexpr (C::kHasRowWeights) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t bits[2];
+        ptx::ld_shared(bits, weights_at + (chunk * 16 + half * 8) * 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          weights[half * 2 + i] = __uint_as_float(bits[i]) * (kScalesWeights ? result_factor : 1.0f);
+        }
+      }
+    }
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
     for (int i = 0; i < C::kStoreN / 64; ++i) {
@@ -135,14 +160,11 @@ template <class C> __device__ __forceinline__ void store_pairs(const typename C:
     }
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int pass = 0; pass < kVectors / 8; ++pass) {
-      const int row = (pass * 128 + thread) / kVectors;
-      const int vector = (pass * 128 + thread) % kVectors;
-      const int pair = tile.pairs[chunk * 16 + row];
-      const int column = column_begin + vector * 8;
-      if (pair < 0 || column >= n_out) continue;
-      store<true>(y + static_cast<int64_t>(pair) * ldy + column,
-                  *reinterpret_cast<const Vector<T, 8>*>(buffer + row * C::kStoreRowBytes + vector * 16));
+    for (int pass = 0; pass < 16 / kPassRows; ++pass) {
+      if (pairs[pass] >= pairs_end) continue;
+      Vector<uint32_t, 4> values;
+      ptx::ld_shared(values.values, source + pass * kPassRows * C::kStoreRowBytes);
+      *reinterpret_cast<Vector<uint32_t, 4>*>(y_column + uint64_t{pairs[pass]} * row_bytes) = values;
     }
   });
 }

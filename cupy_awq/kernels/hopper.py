@@ -49,7 +49,7 @@ def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
     """Return the values of ``block_m`` that split M rows into tiles of nearly equal height.
 
     They are multiples of 8: first the highest one, then others down to about a third of it, in the order of the time of
-    all waves of tiles, modelled as proportional to ``block_m + CONVERSION_ROWS`` and within LONGER_WAVES of the shortest.
+    all waves of tiles, modelled as proportional to ``block_m + CONVERSION_ROWS`` and within LONGER_WAVES of the least.
 
     Args:
         m: number of rows of y.

@@ -34,11 +34,10 @@ Each warpgroup has two m64 tiles; in a gated problem, one of the gate and one of
 OVERESTIMATE = 1.06
 """The ratio of modelled to measured times of ``expert_gemm_tiles`` (64 products, H100), for a fair choice."""
 LOWER_HEIGHTS = {
-    16: (), 32: (16,), 48: (32, 16), 64: (48, 32), 80: (64, 48), 96: (80, 48), 112: (80, 48), 128: (96,), 144: (),
+    16: (), 32: (16,), 48: (32, 16), 64: (48, 32), 80: (64, 48), 96: (80, 48), 112: (80, 48), 128: (96,),
+    144: (96, 48),
 }  # fmt: skip
-"""The lower heights of tiles by ``block_m``, of those for which two warpgroups have the registers."""
-FEW_REGISTERS_MOST = 48
-"""The largest ``block_m`` with three warpgroups where scales take more registers: bfloat16, or groups of 16."""
+"""The lower heights of tiles by ``block_m``. With four main loops, the compiler serializes wgmma."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class ExpertGemmSm90Config(GemmSm90LargeConfig):
     @property
     def heights(self) -> tuple[int, ...]:
         """The heights of tiles that have a main loop, from ``block_m`` downwards."""
-        return (self.block_m, *(LOWER_HEIGHTS[self.block_m] if self.warpgroups == 2 else ()))
+        return (self.block_m, *LOWER_HEIGHTS[self.block_m])
 
     def tiles(self, problem: Problem) -> int:
         """Return the number of tiles whose rows are in shared memory: those that can have a stage, and one more.
@@ -127,11 +126,8 @@ def configs(problem: ExpertProduct, device: Device) -> list[ExpertGemmSm90Config
 def _configs(problem: ExpertProduct, device: Device) -> Iterator[ExpertGemmSm90Config]:
     units = count_blocks(problem.pairs, problem.experts, problem.block)
     for warpgroups, most in SHAPES.items():
-        if warpgroups == 3:
-            if not problem.gated:
-                continue
-            if problem.dtype == "bfloat16" or problem.group_size == 16:
-                most = FEW_REGISTERS_MOST
+        if warpgroups == 3 and not problem.gated:
+            continue
         heights = (problem.block // parts for parts in range(1, problem.block // 16 + 1) if problem.block % parts == 0)
         block_m = next(height for height in heights if height % 16 == 0 and height <= most)
         shape = ExpertGemmSm90Config(1, 1, block_m=block_m, warpgroups=warpgroups)
