@@ -181,5 +181,5 @@ def test_lm_eval(url: str, model: LanguageModel, folder: Path, tmp_path: Path) -
 @needs("schemathesis")
 def test_schemathesis(url: str, tmp_path: Path) -> None:
     """Requests made from /openapi.json get documented replies; one of an allowed type may be refused for its value."""
-    options = ["--max-examples", "10", "--exclude-checks", "positive_data_acceptance", "--request-timeout", "60"]
+    options = ["--max-examples", "10", "--exclude-checks", "positive_data_acceptance", "--request-timeout", "300"]
     run(tmp_path, "schemathesis.cli", "run", f"{url.removesuffix('v1')}openapi.json", *options)
