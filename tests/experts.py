@@ -14,7 +14,8 @@ from cupy_awq.kernels.gemm.layouts import FragmentLayout
 from cupy_awq.kernels.gemm.problem import FRAGMENTS
 from cupy_awq.ops.packed_experts import PackedExperts
 from cupy_awq.ops.repack import find_scaling
-from cupy_awq.runtime.device import Device
+from cupy_awq.runtime import device
+from cupy_awq.runtime.device import Capability, Device
 from cupy_awq.tools.testing import random_weight
 from tests.backends import Run
 from tests.test_reference import float64_epilogue, float64_weight
@@ -32,6 +33,14 @@ def random_experts(
     zeros = None if weights[0].qzeros is None else np.stack([w.qzeros for w in weights])
     added = None if bias is None else rng.standard_normal((experts, n)).astype(bias)
     return PackedExperts(*parts, zeros, bias=added)
+
+
+def on_gpu(weights: PackedExperts, dtype: str) -> PackedExperts:
+    """Return experts on the GPU, with the AWQ tensors if bfloat16 x needs them, as on sm_75."""
+    import cupy
+
+    needs_awq = dtype == "bfloat16" and not device.current().has(Capability.BFLOAT16)
+    return PackedExperts(*map(cupy.asarray, (weights.qweight, weights.scales, weights.qzeros)), keep_weight=needs_awq)
 
 
 def float64_rows(x: Array, ids: Array, weight: PackedExperts, activation: str | None) -> Array:

@@ -15,7 +15,7 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.experts.problem import ExpertProduct
 from cupy_awq.kernels.gemm.problem import AWQ, FRAGMENTS
 from tests.backends import BACKENDS, Run, runner
-from tests.experts import error_of, float64_rows, random_experts, repack_experts, sort_rows
+from tests.experts import error_of, float64_rows, on_gpu, random_experts, repack_experts, sort_rows
 from tests.test_batch_invariant import bits, cancelling
 from tests.test_kernels import BOUNDS, DTYPES, facts
 
@@ -124,7 +124,7 @@ def test_a_token_has_the_same_bits_in_any_batch(device_: str, dtype: str, group_
         import cupy
 
         put = cupy.asarray
-        weights = [PackedExperts(*(put(a) for a in (w.qweight, w.scales, w.qzeros))) for w in weights]
+        weights = [on_gpu(w, dtype) for w in weights]
     layer = MoeLayer(*weights, batch_invariant=True)
     whole = bits(cupy_awq.moe(put(x), put(ids), put(scale), *weights, batch_invariant=True))
     grouped_ids = np.sort(ids[:, 0])

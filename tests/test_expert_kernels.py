@@ -33,6 +33,7 @@ from tests.experts import (
     float64_rows,
     float64_topk,
     form_of,
+    on_gpu,
     random_experts,
     repack_experts,
     run_steps,
@@ -370,17 +371,17 @@ def test_moe_on_the_gpu(m: int, dtype: str, planned: bool) -> None:
 
     rng = np.random.default_rng(m)
     weights = random_experts(rng, 16, 512, 384, 128), random_experts(rng, 16, 192, 512, 64)
-    on_gpu = [PackedExperts(*map(cupy.asarray, (w.qweight, w.scales, w.qzeros))) for w in weights]
+    loaded = [on_gpu(w, dtype) for w in weights]
     x = rng.standard_normal((m, 512)).astype(DTYPES[dtype])
     routings = [
         (rng.integers(0, 16, (m, 4)).astype(np.int32), rng.uniform(0, 1, (m, 4)).astype(np.float32)) for _ in range(3)
     ]
     device_x, ids, scale = cupy.asarray(x), cupy.asarray(routings[0][0]), cupy.asarray(routings[0][1])
     out = cupy.full((m, 512), np.nan, device_x.dtype)
-    plan = MoeLayer(*on_gpu).plan(device_x, ids, scale, out=out)
+    plan = MoeLayer(*loaded).plan(device_x, ids, scale, out=out)
 
     def run() -> None:
-        plan() if planned else cupy_awq.moe(device_x, ids, scale, *on_gpu, out=out)
+        plan() if planned else cupy_awq.moe(device_x, ids, scale, *loaded, out=out)
 
     run()
     stream = cupy.cuda.Stream(non_blocking=True)
