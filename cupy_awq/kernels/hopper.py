@@ -49,7 +49,8 @@ def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
     """Return the values of ``block_m`` that split M rows into tiles of nearly equal height.
 
     They are multiples of 8: first the highest one, then others down to about a third of it, in the order of the time of
-    all waves of tiles, modelled as proportional to ``block_m + CONVERSION_ROWS`` and within LONGER_WAVES of the least.
+    all waves of tiles, which is modelled as proportional to ``block_m + CONVERSION_ROWS``. Those that take more than
+    LONGER_WAVES times the shortest time are left out.
 
     Args:
         m: number of rows of y.

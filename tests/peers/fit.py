@@ -4,7 +4,7 @@
     python -m tests.peers.fit sweep.jsonl --models wgmma-32 --rows 17-32 --absolute 0.3
     python -m tests.peers.fit sweep.jsonl other.jsonl --models mma --steps 30
     python -m tests.peers.fit sweep.jsonl --models mma wgmma large --choices --steps 80
-    python -m tests.peers.fit fp8.jsonl --models w4a8 fp8 --choices --steps 120 --rows 33-4096
+    python -m tests.peers.fit fp8.jsonl --models w4a8 int8 --choices --steps 120 --rows 33-4096
 
 Prints the constants in the order of the dataclass that holds them, and sweep.py's table of the first choices of the
 kernels in MODELS, before and after; other kernels are left out. Files of several GPUs give constants for all of them.
@@ -97,8 +97,7 @@ MODELS = {
     "wgmma": _wgmma("WGMMA_COSTS"),
     "large": Model(gemm_sm90_large, "COSTS", GEMM_SM90_LARGE, gemm_sm90_large.GemmSm90LargeConfig, lambda c, p: True),
     "w4a8": Model(gemm_w4a8_sm90, "COSTS", GEMM_W4A8_SM90, gemm_w4a8_sm90.GemmW4A8Config, lambda c, p: True),
-    "int8": Model(gemm_int8_sm90, "COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: not p.fp8),
-    "fp8": Model(gemm_int8_sm90, "FP8_COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: p.fp8),
+    "int8": Model(gemm_int8_sm90, "COSTS", GEMM_INT8_SM90, gemm_int8_sm90.GemmInt8Sm90Config, lambda c, p: True),
 }
 PRIOR = 0.03
 """The weight of the distance to the present constants, which determines constants on which no time depends."""

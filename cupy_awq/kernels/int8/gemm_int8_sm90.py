@@ -20,10 +20,11 @@ from cupy_awq.kernels.tiling import ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.rates import READ_FRACTION
 
 NAME = "gemm_int8_sm90"
 MIN_ROWS = 5
-"""The smallest M for which tiles of 128 rows can be worthwhile."""
+"""The smallest M for which tiles of 128 rows can be worthwhile: `gemm_int8_sm80` takes longer for large weights."""
 TILE_M = 128
 """The number of rows per CTA tile."""
 M64_TILES = (4, 3, 2)
@@ -38,61 +39,35 @@ E4M3_BITS = np.arange(LEAST_CODE, -LEAST_CODE).astype(ml_dtypes.float8_e4m3fn).v
 """The e4m3 bits of the integers LEAST_CODE to -LEAST_CODE - 1, all of which e4m3 represents exactly."""
 
 
+WAVE_LATENCIES, SPLIT_LATENCIES = 2, 6
+"""The times of a further wave of tiles and of the split-K reduction, in latencies of device memory."""
+
+
 @dataclass(frozen=True)
 class GemmInt8Sm90Costs:
-    """Constants of the cost model, fitted to measured times on an H100.
-
-    Those of int8 are fitted to 528 times of 36 random problems (64 to 3000 rows), whose RMS error is 3%. In 26 others,
-    with and without offsets, the configuration that is ranked first is slower than the fastest one by 0.3% (geometric
-    mean). Those of e4m3, and those of `gemm_w4a8_sm90` with tiles of offsets, are fitted for the time of the first
-    choice of both kernels (``tests/peers/fit.py --choices``) to 7801 times of 491 random problems with 33 to 4096 rows.
-    In problems that are left out of the fit, the first choice is slower than the fastest configuration by 2.5% up to
-    128 rows, 1.2% up to 1024 and 0.3% above (geometric means).
+    """Fitted constants of the cost model.
 
     Attributes:
-        launch_us: fixed time of a launch.
-        wave_us: additional time per additional wave of CTA tiles.
-        cluster_us: additional time if two CTAs share the copies of the weight.
-        split_us: time of the split-K reduction.
-        stage_cycles: tensor-core cycles per pipeline stage (128 along k) and 256 columns of a CTA tile.
-        scaling_cycles: cycles to apply one parameter of one quantization block to the accumulators of 256 columns.
-        fixed_parameters: time to accumulate the products, as a multiple of ``scaling_cycles``.
-        tile_factors: time per column of CTA tiles of 2, 3 and 4 m64 tiles, relative to that of 4.
-        read_factor: time to read the weight, relative to the time at the nominal bandwidth.
-        l2_factor: bandwidth of copies from L2, relative to that of plain reads; SMs share copies.
+        mma: time of a pipeline stage on the tensor cores, relative to that at the nominal rate.
+        scaling: cycles per stage to apply one parameter of one quantization block to 256 columns.
+        int8_sums, fp8_sums: time to accumulate the products, as a multiple of ``scaling``.
+        stage: further cycles per pipeline stage, for tiles of any width.
+        share_us: additional time if two CTAs share the copies of the weight, in microseconds.
         power: throughput at which the power limit lowers the clock, relative to the peak.
         norm: exponent of the p-norm of times that overlap.
     """
 
-    launch_us: float = 2.692
-    wave_us: float = 1.297
-    cluster_us: float = 0.678
-    split_us: float = 2.504
-    stage_cycles: float = 903.0
-    scaling_cycles: float = 399.0
-    fixed_parameters: float = 1.5
-    tile_factors: tuple[float, float, float] = (1.125, 1.032, 1.0)
-    read_factor: float = 1.006
-    l2_factor: float = math.inf
-    power: float = 0.8926
-    norm: float = 2.417
+    mma: float = 0.741
+    scaling: float = 425.0
+    int8_sums: float = 1.36
+    fp8_sums: float = 0.849
+    stage: float = 248.0
+    share_us: float = 1.35
+    power: float = 1.1
+    norm: float = 2.44
 
 
 COSTS = GemmInt8Sm90Costs()
-FP8_COSTS = GemmInt8Sm90Costs(
-    launch_us=1.077,
-    wave_us=1.613,
-    cluster_us=3.235,
-    split_us=4.817,
-    stage_cycles=982.45,
-    scaling_cycles=576.625,
-    fixed_parameters=1.098,
-    tile_factors=(1.023, 0.9002, 0.9362),
-    read_factor=1.418,
-    l2_factor=5.6,
-    power=1.4195,
-    norm=4.848,
-)
 
 
 @dataclass(frozen=True)
@@ -157,32 +132,26 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
 def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: fixed times, and the p-norm of times that overlap.
 
-    The latter are the times to read the weight, to compute all tiles of the cluster with the most tiles, to copy all
-    tiles of x and of the weight from L2, and to compute all tiles within the power limit.
+    The latter are the times to read the weight, to compute all tiles of the cluster with the most tiles, and to compute
+    all tiles within the power limit.
     """
-    costs, rates = FP8_COSTS if problem.fp8 else COSTS, device.rates
-    clusters = config.ctas // (config.cluster * config.split_k)
-    units = math.prod(config.units(problem))
-    waves = ceil_div(units, clusters)
+    rates, clusters = device.rates, config.ctas // (config.cluster * config.split_k)
+    waves = ceil_div(math.prod(config.units(problem)), clusters)
     parameters = (not _has_row_scales(problem)) + _has_weight_offset(problem) + problem.x_offset
-    scaling_cycles = costs.scaling_cycles * _blocks_in_stage(problem) * (costs.fixed_parameters + parameters)
-    tile_cycles = (
-        (costs.stage_cycles + scaling_cycles) * costs.tile_factors[config.m64_tiles - 2] * config.m64_tiles / 4
-    )
-    stages = ceil_div(problem.k, BLOCK_K)
-    stage_bytes = BLOCK_K * (TILE_M * config.cluster + config.block_n)
+    sums = COSTS.fp8_sums if problem.fp8 else COSTS.int8_sums
+    scaling_cycles = COSTS.scaling * _blocks_in_stage(problem) * (sums + parameters)
+    mma_cycles = COSTS.mma * TILE_M * 256 * BLOCK_K / (2 * rates.tensor)
+    stage_cycles = (mma_cycles + scaling_cycles) * config.block_n / 256 + COSTS.stage
+    stages = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+    sm_products = COSTS.power * 2 * rates.tensor * rates.clock_mhz
     overlapping = (
-        device.read_us(problem.n * problem.k) * costs.read_factor,
-        waves * ceil_div(stages, config.split_k) * tile_cycles / rates.clock_mhz,
-        units * stages * stage_bytes / (costs.l2_factor * rates.l2_gbs * 1e3),
-        problem.m * problem.n * problem.k / (costs.power * 2 * rates.tensor * device.sm_count * rates.clock_mhz),
+        device.read_us(problem.n * problem.k) / READ_FRACTION,
+        waves * stages * stage_cycles / rates.clock_mhz,
+        problem.m * problem.n * problem.k / (sm_products * device.sm_count),
     )
-    fixed = costs.launch_us + costs.wave_us * (waves - 1)
-    if config.cluster > 1:
-        fixed += costs.cluster_us
-    if config.split_k > 1:
-        fixed += costs.split_us
-    return fixed + p_norm(overlapping, costs.norm)
+    latencies = 1 + WAVE_LATENCIES * (waves - 1) + SPLIT_LATENCIES * (config.split_k > 1)
+    fixed = rates.launch_us + latencies * rates.latency_us + COSTS.share_us * (config.cluster > 1)
+    return fixed + p_norm(overlapping, COSTS.norm)
 
 
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
