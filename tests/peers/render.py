@@ -180,8 +180,8 @@ SECTIONS = {
     "AwqLinear, plan and gemm; other formats": ("calls", "batch_invariant", "formats", "act_order"),
     "W4A8 and W8A8": ("w4a8", "w4a8_linear", "w4a8_1024", "w4a8_blocks_32", "w4a8_few_rows", "w4a8_rows"),
     "Convolution": ("conv2d",),
-    "GPUs without wgmma": ("mma_sync", "mma_sync_decode", "predicted", "modelled"),
-    "Serving": ("serving", "serving_prompts", "serving_aiperf", "speculation"),
+    "GPUs without wgmma": ("mma_sync", "mma_sync_decode", "mma_sync_decode_h200", "predicted", "modelled"),
+    "Serving": ("serving", "serving_h200", "serving_prompts", "serving_aiperf", "speculation"),
     "Language models": ("language_models", "decode", "smollm2", "quantizers", "quantizer_h100"),
     "Checkpoint formats": ("format_writers", "read_back"),
 }
