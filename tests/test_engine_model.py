@@ -209,9 +209,13 @@ def test_drafts_are_what_followed_the_longest_repeated_ending() -> None:
     assert NgramDraft()([1], 4) == []
 
 
-def test_rows_are_at_least_one(model: LanguageModel) -> None:
-    with pytest.raises(ValueError, match="max_rows: expected at least 1, got 0"):
-        Engine(model, max_rows=0)
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("max_rows", 0, "at least 1"), ("queued_per_row", 0, "at least 1"), ("inter_token_seconds", -0.1, "more than 0")],
+)
+def test_limits_are_positive(model: LanguageModel, name: str, value: float, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected {expected}, got {value}"):
+        Engine(model, **{name: value})  # type: ignore[arg-type]
 
 
 def test_chat_prompts_are_rendered_and_a_message_cannot_forge_a_turn(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class Engine:
         make_runner: a function with the arguments of `runner.make_runner`; for tests.
 
     Raises:
-        ValueError: the cache does not fit into memory.
+        ValueError: a number is not positive, or the cache does not fit into memory.
 
     Example::
 
@@ -104,9 +104,12 @@ class Engine:
         make_draft: Callable[[], Draft] | None = None,
         make_runner: Callable[..., Runner] = make_runner,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("cache_tokens", cache_tokens), ("max_chunk", max_chunk)):
+        counts = {"max_rows": max_rows, "cache_tokens": cache_tokens, "max_chunk": max_chunk}
+        for name, value in {**counts, "queued_per_row": queued_per_row, "queued_caches": queued_caches}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if not inter_token_seconds > 0:
+            raise ValueError(f"inter_token_seconds: expected more than 0, got {inter_token_seconds}")
         self.model, self.max_rows = model, max_rows
         with placement.use_device(model.model.ops.device_index):
             has_drafts = make_draft is not None
