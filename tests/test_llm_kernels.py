@@ -162,6 +162,12 @@ def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_of_a_bfloat16_prompt_on_sm_75(backend: str) -> None:
+    """The tensor cores of sm_75 have no bfloat16, so that prompts take the kernel for CUDA cores."""
+    test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(backend, 75, "bfloat16", 2, 1, 64, 3, True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize(

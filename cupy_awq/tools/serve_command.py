@@ -128,7 +128,8 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError(f"--host: expected an --api-key for an address other than 127.0.0.1, got none for {args.host}")
     limits = Limits(**dict(map(_read_limit, args.limit)))
     sampling = read_sampling(locate(args.model))
-    listen(args.host, args.port).close()  # an address that is taken is an error before the model is loaded
+    for listening in listen(args.host, args.port):  # an address that is taken is an error before the model is loaded
+        listening.close()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("cupy_awq").setLevel(logging.INFO)
     model = llm.load(args.model, device=args.device, batch_invariant=args.batch_invariant)
