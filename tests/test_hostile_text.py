@@ -257,11 +257,13 @@ def processes(pid: int) -> list[int]:
 def tree_bytes() -> int:
     """Return the resident memory of this process and its descendants (Linux), in which shared pages count once.
 
-    A process that has been forked, but has not executed its program yet, shares all pages.
+    A process that has not executed its program yet has this one's command line and, after vfork, all of its pages.
     """
-    total = 0
+    total, own = 0, Path("/proc/self/cmdline").read_bytes()
     for pid in processes(os.getpid()):
         with contextlib.suppress(OSError, IndexError):
+            if pid != os.getpid() and Path(f"/proc/{pid}/cmdline").read_bytes() == own:
+                continue
             total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) << 10
     return total
 
