@@ -143,8 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int row = row_begin + i / 2 * 8 + i % 2;
         // The last tile along m begins early, so its first rows belong to the preceding tile (hopper/tma.cuh).
         if (row < m_block * kBlockM || row >= m) continue;
-        y[static_cast<int64_t>(row) * n + column] =
-            from_float<Y>(accumulators[i / 2 * 4 + upper * 2 + i % 2] + added);
+        y[static_cast<int64_t>(row) * n + column] = from_float<Y>(accumulators[i / 2 * 4 + upper * 2 + i % 2] + added);
       }
     }
   }

@@ -34,7 +34,7 @@ template <class Host> struct GemmW4A8Mma : Host {
   static constexpr int kHalfGroupBytes = kHalfScaleBytes + (Host::kZeros == Zeros::kPacked ? 16 : 0);
   static constexpr int kWeightTileBytes = kCodeBytes + 2 * kHalfGroupBytes;
   static constexpr int kXBytes = Host::kBlockM * kBlockK;
-  static constexpr int kXScale = kXBytes + Host::kWarpsN * kWeightTileBytes;  // offset of sX
+  static constexpr int kXScale = kXBytes + Host::kWarpsN * kWeightTileBytes;   // offset of sX
   static constexpr int kRowBytes = Host::kRowScales ? 0 : Host::kFp8 ? 8 : 4;  // those of sX and sums
   static constexpr int kStageBytes = ceil_div(kXScale + Host::kBlockM * kRowBytes, 128) * 128;
   static constexpr int kPitch = kBlockN + 4;
