@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   float* const passed = reinterpret_cast<float*>(dynamic_shared) + thread % kGroupThreads;
   const auto passed_at = [&](int i) -> float& { return passed[i * kGroupThreads]; };
   if constexpr (kGroups > 1) {
-    __syncthreads();  // no stage is read any more
+    __syncthreads();  // all stages have been read
     if (group_now() == 1) {
 #pragma unroll
       for (int i = 0; i < 4 * kOutTiles; ++i) passed_at(i) = acc[0][i / 4][i % 4];
