@@ -107,13 +107,17 @@ class Device:
         """Return whether the GPU has all capabilities ``needs``."""
         return self.capabilities.issuperset(needs)
 
-    def refusal(self, needs: Iterable[Capability]) -> str | None:
+    def refusal(self, needs: Iterable[Capability], dtype: str = "float16") -> str | None:
         """Return the reason why kernels that need some capabilities cannot run on the GPU, or None if they can.
+
+        For the dtype "bfloat16" they also need `Capability.BFLOAT16`.
 
         >>> nominal(80).refusal([Capability.CP_ASYNC, Capability.TMA])
         'needs sm_90 or newer, not sm_80'
+        >>> nominal(75).refusal([Capability.LDMATRIX], "bfloat16")
+        'needs sm_80 or newer, not sm_75'
         """
-        for capability in needs:
+        for capability in (*needs, *([Capability.BFLOAT16] if dtype == "bfloat16" else [])):
             if not capability.is_in(self.arch):
                 return f"needs {capability.archs}, not sm_{self.arch}"
             if capability in self.without:

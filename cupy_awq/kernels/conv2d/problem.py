@@ -170,8 +170,7 @@ class Convolution(KernelProblem):
 def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why tensor-core kernels cannot solve the problem, or None."""
     sizes = problem.sizes
-    needs = (*TENSOR_CORES, Capability.BFLOAT16) if problem.dtype == "bfloat16" else TENSOR_CORES
-    reason = device.refusal(needs)
+    reason = device.refusal(TENSOR_CORES, problem.dtype)
     if reason is not None:
         return reason
     if problem.dtype == "float32":

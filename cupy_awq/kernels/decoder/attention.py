@@ -100,8 +100,7 @@ class AttentionMma(SoleConfigFamily[Attention]):
     needs = Capability.MMA_M16N8K8, Capability.LDMATRIX
 
     def refusal(self, problem: Attention, device: Device) -> str | None:
-        needs = (*self.needs, Capability.BFLOAT16) if problem.dtype == "bfloat16" else self.needs
-        reason = device.refusal(needs)
+        reason = device.refusal(self.needs, problem.dtype)
         if reason is None and (problem.head_dim % 16 or problem.head_dim > 128):
             return f"needs a head dimension that is a multiple of 16 up to 128, not {problem.head_dim}"
         return reason

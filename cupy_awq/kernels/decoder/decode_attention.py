@@ -159,8 +159,7 @@ class DecodeAttentionMma(Family[DecodeAttention, DecodeAttentionConfig]):
     needs = (Capability.MMA_M16N8K8,)
 
     def refusal(self, problem: DecodeAttention, device: Device) -> str | None:
-        needs = (*self.needs, Capability.BFLOAT16) if problem.dtype == "bfloat16" else self.needs
-        reason = device.refusal(needs)
+        reason = device.refusal(self.needs, problem.dtype)
         if reason is None and (problem.head_dim % 64 or problem.head_dim > 256):
             return f"needs a head dimension that is a multiple of 64 up to 256, not {problem.head_dim}"
         return reason

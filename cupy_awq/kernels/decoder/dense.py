@@ -141,9 +141,7 @@ class DenseMma(Family[DenseProduct, DenseConfig]):
         self._has_codes = has_codes
 
     def refusal(self, problem: DenseProduct, device: Device) -> str | None:
-        reason = problem.weight_refusal(self._has_codes) or device.refusal(self.needs)
-        if reason is None and problem.dtype == "bfloat16":
-            reason = device.refusal([Capability.BFLOAT16])
+        reason = problem.weight_refusal(self._has_codes) or device.refusal(self.needs, problem.dtype)
         if reason is None and problem.k % 32:
             return f"needs K to be a multiple of 32, not {problem.k}"
         return reason

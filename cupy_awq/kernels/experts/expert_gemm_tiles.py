@@ -50,8 +50,7 @@ def refusal(problem: ExpertProduct, device: Device) -> str | None:
         return f"needs x of less than {MAX_X_ELEMENTS} elements"
     if not any(problem.block % block == 0 for block in BLOCKS):
         return f"needs blocks of a multiple of {BLOCKS[0]} rows, not {problem.block}"
-    needs = (*NEEDS, Capability.BFLOAT16) if problem.dtype == "bfloat16" else NEEDS
-    return fragment_refusal(problem.of_expert(1), device, needs, adds_offsets=True)
+    return fragment_refusal(problem.of_expert(1), device, NEEDS, adds_offsets=True)
 
 
 def configs(problem: ExpertProduct, device: Device) -> list[GemmFragmentsConfig]:

@@ -30,10 +30,10 @@ def fragment_refusal(
 ) -> str | None:
     """Return the reason why kernels that read the fragment layout cannot solve the problem, or None.
 
-    ``needs`` are the capabilities that the kernels need, ``layouts`` the names of the layouts of which they read one;
-    ``adds_offsets`` says whether they serve weights with offsets.
+    ``needs`` are the capabilities that the kernels need for any dtype of x, ``layouts`` the names of the layouts, of
+    which they read one; ``adds_offsets`` says whether they serve weights with offsets.
     """
-    reason = device.refusal(needs)
+    reason = device.refusal(needs, problem.dtype)
     if reason is not None:
         return reason
     if not any(name in problem.layouts for name in layouts):

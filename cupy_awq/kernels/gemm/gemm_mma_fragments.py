@@ -155,9 +155,8 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return f"needs a gated weight of at most {MAX_GATED_BYTES >> 30} GiB"
     if problem.bits == 8 and problem.dtype != problem.scales_dtype:
         return f"takes x in the dtype of the 8-bit weight, {problem.scales_dtype}, not {problem.dtype}"
-    needs = (*NEEDS, Capability.BFLOAT16) if problem.dtype == "bfloat16" else NEEDS
     layouts = FRAGMENTS, INT8_FRAGMENTS
-    return fusion_refusal(problem) or fragment_refusal(problem, device, needs, layouts, adds_offsets=True)
+    return fusion_refusal(problem) or fragment_refusal(problem, device, NEEDS, layouts, adds_offsets=True)
 
 
 def reduction(config: GemmFragmentsConfig, problem: Problem) -> Reduction | None:
